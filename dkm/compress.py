@@ -1,0 +1,147 @@
+"""Put clustering on a model, measure it, and take it off again."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .clustered import Clustered, check_bits_dim, check_schedule, check_weight
+from .plan import Owned, Plan, parameters
+from .plan import plan as make_plan
+
+
+def compress_(
+    model: nn.Module,
+    plan: str | Plan,
+    *,
+    steps: int | None = None,
+    tau: float | str = "auto",
+    eps: float = 1e-4,
+    max_iter: int = 5,
+    metric: str = "sqeuclidean",
+    init: str = "kmeans",
+    seed: int = 0,
+    impl: str = "auto",
+) -> Plan:
+    """Cluster the model's weights while it trains, in place.  Returns the plan, a row for every tensor.
+
+    Train as before; `model.eval()` evaluates with every weight snapped to its nearest centroid.  The
+    parameters stay the same objects, so an optimizer may be built before or after.
+
+    Args:
+        plan: "cv:4/4, fc:8/4", or what `dkm.plan` returned.
+        steps: how many optimizer steps you will train; tau="auto" anneals over them.
+        tau: "auto", or the paper's fixed temperature as a number.
+        init, seed: see `init_centroids`.
+        eps, max_iter, metric, impl: see `cluster`.
+    """
+    already = [owned.names[0] for owned in parameters(model) if owned.clustered is not None]
+    if already:
+        raise ValueError(
+            f"the model is compressed already ({already[0]} and {len(already) - 1} more): "
+            "call dkm.snap_(model) first to start over, or keep training it"
+        )
+    chosen = make_plan(model, plan) if isinstance(plan, str) else plan
+    rows = {row.name: row for row in chosen.rows if row.bits is not None}
+    targets = {owned.names[0]: owned for owned in parameters(model) if owned.names[0] in rows}
+    for name, row in rows.items():
+        if name not in targets or tuple(targets[name].tensor.shape) != row.shape:
+            raise ValueError(f"the plan was made for another model: it has no {name} of shape {row.shape}")
+        if isinstance(targets[name].owners[0][0], parametrize.ParametrizationList):
+            raise ValueError(f"{name} is parametrized already")
+    check_schedule(tau, steps)
+    for name, owned in targets.items():
+        check_weight(owned.tensor, name)
+    options = dict(tau=tau, steps=steps, eps=eps, max_iter=max_iter, metric=metric, init=init, seed=seed, impl=impl)
+    # All of them first: an error leaves the model untouched.
+    made = {n: Clustered(o.tensor, rows[n].bits, rows[n].dim, **options) for n, o in targets.items()}
+    for name, owned in targets.items():
+        _register(owned, made[name])
+    return chosen
+
+
+def cluster_weight(module: nn.Module, name: str = "weight", *, bits: int, dim: int = 1, **options) -> nn.Module:
+    """Cluster one tensor of one module, in place; `options` as in `compress_`.  Returns the module."""
+    check_bits_dim(bits, dim)
+    if parametrize.is_parametrized(module, name):
+        raise ValueError(f"{type(module).__name__}.{name} is parametrized already")
+    tensor = module._parameters.get(name)
+    if tensor is None:
+        raise ValueError(
+            f"{type(module).__name__} has no parameter '{name}'; it has {', '.join(module._parameters) or 'none'}"
+        )
+    check_weight(tensor, f"{type(module).__name__}.{name}")
+    _register(Owned(tensor, [name], [(module, name)]), Clustered(tensor, bits, dim, **options))
+    return module
+
+
+def _register(owned: Owned, clustered: Clustered) -> None:
+    for module, attribute in owned.owners:
+        clustered.train(module.training)
+        # unsafe: the checks it skips would run the clustering, and ours keeps shape and dtype
+        parametrize.register_parametrization(module, attribute, clustered, unsafe=True)
+        _share_reads(module)
+
+
+@torch.no_grad()
+def snap_(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> nn.Module:
+    """Freeze: every clustered weight becomes its snapped dense value, and dkm is gone.  Returns the model.
+
+    Other parameters are rounded to `dtype`, as in the file: the result is bit-equal to what
+    `load(save(model, dtype=dtype))` gives.  Buffers, running statistics among them, stay as they are.
+    """
+    for owned in parameters(model):
+        clustered = owned.clustered
+        if clustered is None:
+            owned.tensor.copy_(rounded(owned.tensor, dtype))
+            continue
+        dense = clustered.snapped(owned.tensor)
+        for module, attribute in owned.owners:
+            # A deep copy shares its class with the original, and the attribute lives on that class:
+            # without a class of its own, this would take the attribute away from the original too.
+            cls = type(module)
+            module.__class__ = type(cls.__name__, cls.__bases__, dict(cls.__dict__))
+            parametrize.remove_parametrizations(module, attribute, leave_parametrized=False)
+            _unshare_reads(module)
+        owned.tensor.copy_(dense)
+    return model
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A parameter that is not clustered, in the precision of the file.
+
+    Wider than `dtype`, it is rounded; a tensor that `dtype` cannot hold (overflow) stays as it is, and so
+    does one of 16 bit or of integers.
+    """
+    if not tensor.is_floating_point() or tensor.element_size() <= torch.empty((), dtype=dtype).element_size():
+        return tensor
+    narrow = tensor.to(dtype)
+    return tensor if bool((narrow.isfinite() != tensor.isfinite()).any()) else narrow
+
+
+# Recurrent layers read each weight several times a forward pass and keep the results in a list.  Within a
+# forward pass the reads share one clustering; after it, the list lets go of the graph (a module that holds
+# one cannot be deep-copied).
+
+
+def _share_reads(module: nn.Module) -> None:
+    if isinstance(module, nn.RNNBase) and _enter not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_enter)
+        module.register_forward_hook(_leave, always_call=True)
+
+
+def _unshare_reads(module: nn.Module) -> None:
+    if isinstance(module, nn.RNNBase):
+        for hooks, ours in ((module._forward_pre_hooks, _enter), (module._forward_hooks, _leave)):
+            for key in [key for key, hook in hooks.items() if hook is ours]:
+                del hooks[key]
+        module._init_flat_weights()
+
+
+def _enter(module: nn.RNNBase, args) -> None:
+    module._dkm_reads = parametrize.cached()
+    module._dkm_reads.__enter__()
+
+
+def _leave(module: nn.RNNBase, args, output) -> None:
+    module.__dict__.pop("_dkm_reads").__exit__(None, None, None)
+    module._flat_weights = [None] * len(module._flat_weights)

@@ -1,0 +1,226 @@
+"""The .dkm file: a safetensors container, and nothing that has to be executed to be read.
+
+    codes/NAME       uint8 (bytes,)    a clustered tensor's indices, packed (see codec.py)
+    centroids/NAME   16 bit (k, dim)   its centroids
+    dense/NAME       any               a parameter or buffer that is not clustered
+
+and, as the container's metadata, text:
+
+    format      "dkm"
+    version     "1"; a reader refuses a larger one
+    tensors     JSON: NAME -> {"shape", "dtype"} and, where clustered, {"bits", "dim"}
+    ties        JSON: NAME -> the NAME it shares its values with
+    checksum    SHA-256, in hexadecimal, of the whole file with these 64 characters as zeros
+
+A clustered tensor's values are `centroids[codes]`, flattened, cut to the number of elements of `shape`, and
+cast to `dtype`, the dtype the model had.  NAMEs are the plain model's state_dict keys; every one of them is
+either in `tensors` or in `ties`.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from .clustered import Clustered
+from .codec import pack, unpack
+from .compress import rounded
+from .functional import from_vectors
+from .plan import Plan, Row, parameters
+
+VERSION = 1
+_BLANK = "0" * 64
+
+
+class FileError(ValueError):
+    """A .dkm file that cannot be written or read."""
+
+
+def save(model: nn.Module, path: str | os.PathLike, *, dtype: torch.dtype = torch.float16) -> int:
+    """Write a compressed model; returns the bytes written.
+
+    Centroids take 16 bit.  Parameters that are not clustered take `dtype`; buffers keep theirs.  The file
+    appears whole or not at all.
+    """
+    data = encode(model, dtype)
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        try:
+            with open(partial, "xb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise FileError(
+            f"cannot write {path}: {error.strerror or error}; choose a file in a folder that exists and is writable"
+        ) from error
+    return len(data)
+
+
+def load(path: str | os.PathLike, into: nn.Module | None = None) -> nn.Module | dict[str, Tensor]:
+    """Read a .dkm file: the dense state dict or, with `into`, that model with the weights in it.
+
+    The model must have exactly the file's tensors, in its shapes, and no dkm on it; it stays untouched
+    otherwise.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror or error}") from error
+    state = decode(data, str(path))
+    if into is None:
+        return state
+    _check_match(state, into, path)
+    on_meta = any(tensor.is_meta for tensor in into.state_dict().values())
+    into.load_state_dict(state, assign=on_meta)
+    return into
+
+
+@dataclass(frozen=True)
+class Size(Plan):
+    """A compressed model's size: the plan's rows and figures, and the file's own bytes."""
+
+    file_bytes: int = 0
+
+    def summary(self) -> str:
+        return f"{super().summary()}\nthe file takes {self.file_bytes:,} bytes ({self.file_bytes / 2**20:.2f} MB)"
+
+
+def size(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> Size:
+    """What a compressed model takes: `.megabytes` as the paper counts, `.file_bytes` as `save` would write."""
+    rows = []
+    for owned in parameters(model):
+        name, *aliases = owned.names
+        tensor, clustered = owned.tensor, owned.clustered
+        bits, dim = (None, 1) if clustered is None else (clustered.bits, clustered.dim)
+        width = 16 if tensor.is_floating_point() else 8 * tensor.element_size()
+        reason = "kept" if clustered is None else "clustered"
+        rows.append(Row(name, tuple(tensor.shape), "", bits, dim, reason, tuple(aliases), width))
+    return Size(tuple(rows), len(encode(model, dtype)))
+
+
+@torch.no_grad()
+def encode(model: nn.Module, dtype: torch.dtype = torch.float16) -> bytes:
+    """The bytes of the file."""
+    entries: dict[str, dict] = {}
+    ties: dict[str, str] = {}
+    arrays: dict[str, Tensor] = {}
+    owned_parameters = parameters(model)
+    if all(owned.clustered is None for owned in owned_parameters):
+        raise FileError("the model has no clustered tensor: call dkm.compress_(model, plan, ...) first")
+    for owned in owned_parameters:
+        name, *aliases = owned.names
+        entries[name] = _entry(owned.tensor)
+        ties |= dict.fromkeys(aliases, name)
+        if owned.clustered is None:
+            arrays[f"dense/{name}"] = rounded(owned.tensor, dtype)
+        else:
+            entries[name] |= {"bits": owned.clustered.bits, "dim": owned.clustered.dim}
+            arrays |= _clustered_arrays(name, owned.clustered, owned.tensor)
+    for name, tensor in _other_state(model, {name for owned in owned_parameters for name in owned.names}).items():
+        entries[name] = _entry(tensor)
+        arrays[f"dense/{name}"] = tensor
+    # a copy each: safetensors refuses tensors that share memory, and ours may be views
+    arrays = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in arrays.items()}
+    metadata = {
+        "format": "dkm",
+        "version": str(VERSION),
+        "tensors": json.dumps(entries, sort_keys=True),
+        "ties": json.dumps(ties, sort_keys=True),
+        "checksum": _BLANK,
+    }
+    data = bytearray(safetensors.torch.save(arrays, metadata))
+    at = data.index(f'"checksum":"{_BLANK}"'.encode()) + len('"checksum":"')
+    data[at : at + 64] = hashlib.sha256(data).hexdigest().encode()
+    return bytes(data)
+
+
+def _entry(tensor: Tensor) -> dict:
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+def _clustered_arrays(name: str, clustered: Clustered, weight: Tensor) -> dict[str, Tensor]:
+    C, codes = clustered.codes(weight)
+    if not bool(C.isfinite().all()) or not bool(weight.isfinite().all()):
+        raise FileError(f"{name} holds NaN, infinite or too large values: the training diverged; nothing was written")
+    return {f"codes/{name}": pack(codes, clustered.bits), f"centroids/{name}": C}
+
+
+def _other_state(model: nn.Module, known: set[str]) -> dict[str, Tensor]:
+    """The state that is neither a parameter nor ours: buffers."""
+    other = {}
+    ours = tuple(f"{prefix}." for prefix, module in model.named_modules() if isinstance(module, Clustered))
+    for name, tensor in model.state_dict().items():
+        plain = name.replace("parametrizations.", "").removesuffix(".original")
+        if name in known or plain in known or name.startswith(ours):
+            continue
+        if not isinstance(tensor, Tensor):
+            raise FileError(f"{name} in the model's state is a {type(tensor).__name__}: only tensors can be saved")
+        other[name] = tensor
+    return other
+
+
+def decode(data: bytes, name: str = "the data") -> dict[str, Tensor]:
+    """Bytes of a file -> the dense state dict."""
+    metadata = _verified_metadata(data, name)
+    arrays = safetensors.torch.load(data)
+    state = {}
+    for key, entry in json.loads(metadata["tensors"]).items():
+        shape, dtype = torch.Size(entry["shape"]), getattr(torch, entry["dtype"])
+        if "bits" not in entry:
+            state[key] = arrays[f"dense/{key}"].to(dtype)
+            continue
+        count = -(-shape.numel() // entry["dim"])
+        codes = unpack(arrays[f"codes/{key}"], entry["bits"], count)
+        state[key] = from_vectors(arrays[f"centroids/{key}"][codes].to(dtype), shape).contiguous()
+    for alias, key in json.loads(metadata["ties"]).items():
+        state[alias] = state[key]
+    return state
+
+
+def _verified_metadata(data: bytes, name: str) -> Mapping[str, str]:
+    """The metadata of an unharmed file of a version we read; FileError otherwise."""
+    broken = FileError(f"{name} is not an intact .dkm file: it is truncated, altered or something else; get it anew")
+    try:
+        length = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        kind, version, checksum = metadata["format"], int(metadata["version"]), metadata["checksum"]
+        at = data.index(f'"checksum":"{checksum}"'.encode()) + len('"checksum":"')
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise broken from None
+    if kind != "dkm" or len(checksum) != 64:
+        raise broken
+    if version > VERSION:
+        raise FileError(f"{name} has format version {version}, this dkm reads up to {VERSION}: upgrade torch-dkm")
+    blanked = bytearray(data)
+    blanked[at : at + 64] = _BLANK.encode()
+    if hashlib.sha256(blanked).hexdigest() != checksum:
+        raise broken
+    return metadata
+
+
+def _check_match(state: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
+    if any(isinstance(module, Clustered) for module in model.modules()):
+        raise FileError(f"{path} holds dense weights and the model is compressed: load into a plain model")
+    own = model.state_dict()
+    problems = [f"the model has no {name}" for name in state if name not in own]
+    problems += [f"the file has no {name}" for name in own if name not in state]
+    problems += [
+        f"{name} is {tuple(tensor.shape)} in the file and {tuple(own[name].shape)} in the model"
+        for name, tensor in state.items()
+        if name in own and own[name].shape != tensor.shape
+    ]
+    if problems:
+        more = f", and {len(problems) - 3} more differences" if len(problems) > 3 else ""
+        raise FileError(f"{path} does not fit this model: {'; '.join(problems[:3])}{more}")

@@ -1,0 +1,181 @@
+"""Section 3 of the paper as functions: cluster, assign, init_centroids.
+
+`W` is `(n, d)`: a weight flattened contiguously into vectors of `d` values (`to_vectors`).
+`C` is `(k, d)`: the centroids.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .kernels import blocked, reference
+
+METRICS = ("sqeuclidean", "euclidean")
+IMPLEMENTATIONS = ("auto", "reference", "blocked")
+
+
+class Clustering(NamedTuple):
+    """What `cluster` returns."""
+
+    W_tilde: Tensor  # like W: every vector replaced by its attention-weighted average of the centroids
+    C: Tensor  # (k, d), detached: the centroids to start from next time
+    iterations: Tensor  # (), int64: how many iterations were used
+
+
+def cluster(
+    W: Tensor,
+    C: Tensor,
+    *,
+    tau: float | Tensor,
+    eps: float = 1e-4,
+    max_iter: int = 5,
+    metric: str = "sqeuclidean",
+    impl: str = "auto",
+) -> Clustering:
+    """Differentiable k-means: each row of W becomes a soft average of the centroids it is near to.
+
+        repeat up to max_iter:
+            A      = softmax(-f(W, C) / tau)              over the centroids
+            C_next = (A^T W) / (A^T 1)                    a centroid without mass stays where it is
+            stop if max|C_next - C| <= eps, else C = C_next
+        W_tilde = A C                                     the A and the C that belong together
+
+    Differentiable in `W` and `C`, through every iteration.  A `W` that is not `(n, d)` is flattened
+    contiguously into vectors of `d = C.shape[1]` values, zero-padded at the tail; `W_tilde` has its
+    shape and dtype.  The arithmetic, and the returned `C`, are float32 or, for float64, float64.
+
+    Args:
+        tau: the temperature: a positive number, or a tensor of one element.
+        metric: f, "sqeuclidean" (the squared Euclidean distance) or "euclidean".
+        impl: "reference" materialises A: O(max_iter * n * k) memory, autograd's own gradient (also of a
+            tensor `tau`).  "blocked" recomputes A block by block in both passes: O(n * d) memory.
+            "auto" picks the fastest for the device.
+    """
+    _check_cluster(W, C, tau, eps, max_iter, metric, impl)
+    dtype = blocked.compute_dtype(W.dtype)
+    tau = torch.as_tensor(tau, dtype=dtype, device=W.device)
+    # Autocast would run the products in 16 bit: at a small tau that is noise, not attention.
+    with torch.autocast(W.device.type, enabled=False):
+        if impl == "reference":
+            V = to_vectors(W, C.shape[1]).to(dtype)
+            V_tilde, C_next, iterations = reference.cluster(V, C.to(dtype), tau, eps, max_iter, metric)
+            return Clustering(from_vectors(V_tilde.to(W.dtype), W.shape), C_next, iterations)
+        W_tilde, C_next, iterations, _ = _cluster_blocked(W.reshape(-1), C, tau, eps, max_iter, metric)
+    return Clustering(W_tilde.view(W.shape), C_next.detach(), iterations)
+
+
+def assign(W: Tensor, C: Tensor) -> Tensor:
+    """`(n, d), (k, d) -> (n,)` int64: the index of each vector's nearest centroid (the first one of equals).
+
+    Works block by block: memory is O(n) whatever k.
+    """
+    W, C = W.detach(), C.detach().to(blocked.compute_dtype(W.dtype))
+    if C.shape[1] == 1:
+        # By bisection between sorted centroids: exact, and O(n log k).
+        levels, order = C[:, 0].sort(stable=True)
+        edges = (levels[1:] + levels[:-1]) / 2
+        first = torch.searchsorted(levels, levels)  # equal centroids: always the same one of them
+        return order[first[torch.bucketize(W[:, 0].to(C.dtype).contiguous(), edges)]]
+    with torch.autocast(W.device.type, enabled=False):
+        offsets = -C.square().sum(1) / 2
+        rows = max(1, blocked.BLOCK // len(C))
+        return torch.cat([torch.addmm(offsets, block.to(C.dtype), C.t()).argmax(1) for block in W.split(rows)])
+
+
+def to_vectors(weight: Tensor, dim: int) -> Tensor:
+    """Any shape -> `(ceil(numel / dim), dim)`: flattened contiguously, zero-padded at the tail."""
+    flat = weight.reshape(-1)
+    if missing := -flat.numel() % dim:
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    return flat.view(-1, dim)
+
+
+def from_vectors(W: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of `to_vectors`: drops the padding."""
+    return W.reshape(-1)[: math.prod(shape)].view(shape)
+
+
+def init_centroids(W: Tensor, k: int, *, init: str = "kmeans", seed: int = 0) -> Tensor:
+    """`(n, d) -> (k, d)` centroids to start from, in at least float32, on W's device.
+
+    init: "kmeans" is k-means: optimal on a histogram and then polished for d = 1, k-means++ and Lloyd
+    steps for d > 1.  "random" is the paper's k randomly selected vectors.
+
+    Deterministic: the same W, k and seed give the same centroids; the arithmetic is done on the CPU, so
+    that every rank and every kind of device agrees.  Where W has fewer than k distinct vectors, some
+    centroids are equal.
+    """
+    from . import initialize
+
+    if init not in ("kmeans", "random"):
+        raise ValueError(f'init must be "kmeans" or "random", got {init!r}')
+    dtype = blocked.compute_dtype(W.dtype)
+    return getattr(initialize, init)(W.detach(), k, seed).to(device=W.device, dtype=dtype)
+
+
+@torch.library.custom_op("dkm::cluster_blocked", mutates_args=())
+def _cluster_blocked(
+    W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return blocked.forward(W, C, tau, eps, max_iter, metric)
+
+
+@torch.library.custom_op("dkm::cluster_blocked_backward", mutates_args=())
+def _cluster_blocked_backward(
+    G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tensor, metric: str
+) -> tuple[Tensor, Tensor]:
+    return blocked.backward(G, W, trail, iterations, tau, metric)
+
+
+@_cluster_blocked.register_fake
+def _(W, C, tau, eps, max_iter, metric):
+    C = C.new_empty(C.shape, dtype=blocked.compute_dtype(W.dtype))
+    trail = C.new_empty(max_iter, C.shape[0], C.shape[1] + 1)
+    return torch.empty_like(W), C, W.new_empty((), dtype=torch.int64), trail
+
+
+@_cluster_blocked_backward.register_fake
+def _(G, W, trail, iterations, tau, metric):
+    return torch.empty_like(W), trail.new_empty(trail.shape[1], trail.shape[2] - 1)
+
+
+def _setup_context(ctx, inputs, output):
+    W, C, tau, _, _, ctx.metric = inputs
+    _, _, iterations, trail = output
+    ctx.C_dtype = C.dtype
+    ctx.save_for_backward(W, trail, iterations, tau)
+
+
+def _backward(ctx, G, *_):
+    W, trail, iterations, tau = ctx.saved_tensors
+    dW, dC = _cluster_blocked_backward(G.reshape(-1), W, trail, iterations, tau, ctx.metric)
+    return dW, dC.to(ctx.C_dtype), None, None, None, None
+
+
+_cluster_blocked.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check_cluster(W, C, tau, eps, max_iter, metric, impl) -> None:
+    if not W.is_floating_point() or not C.is_floating_point():
+        raise TypeError(f"cluster needs floating-point tensors, got W {W.dtype} and C {C.dtype}")
+    if W.numel() == 0:
+        raise ValueError(f"cluster needs at least one weight, got a W of shape {tuple(W.shape)}")
+    if C.ndim != 2 or C.numel() == 0:
+        raise ValueError(f"C must be (k, d) with k, d >= 1, got shape {tuple(C.shape)}")
+    check_tau(tau)
+    if not eps >= 0:
+        raise ValueError(f"eps must be a number >= 0, got {eps!r}")
+    if not isinstance(max_iter, int) or max_iter < 1:
+        raise ValueError(f"max_iter must be an integer >= 1, got {max_iter!r}")
+    if metric not in METRICS:
+        raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+
+
+def check_tau(tau: float | Tensor) -> None:
+    """Raise ValueError unless tau is a positive finite number.  Tensors are not read: that would stall a GPU."""
+    if not isinstance(tau, Tensor) and not (0 < tau < math.inf):
+        raise ValueError(f"tau must be a positive finite number, got {tau!r}; the paper's values are 5e-6 to 4e-4")

@@ -1,0 +1,48 @@
+"""DKM as a layer on activations: the paper's "generic neural layer"."""
+
+import torch
+from torch import Tensor, nn
+
+from .functional import check_tau, cluster, init_centroids, to_vectors
+
+
+class DKM(nn.Module):
+    """Clusters its input: `(..., anything) -> the same shape`, each vector a soft average of k centroids.
+
+    The input is flattened contiguously into vectors of `dim` values, as in `cluster`.  The centroids
+    start from the k-means of the first input and move on at every training forward; in evaluation mode
+    they stay.
+    """
+
+    def __init__(
+        self,
+        k: int,
+        dim: int = 1,
+        *,
+        tau: float,
+        eps: float = 1e-4,
+        max_iter: int = 5,
+        metric: str = "sqeuclidean",
+        impl: str = "auto",
+        seed: int = 0,
+    ):
+        super().__init__()
+        if k < 1 or dim < 1:
+            raise ValueError(f"k and dim must be at least 1, got k={k}, dim={dim}")
+        check_tau(tau)
+        self.k, self.dim, self.seed = k, dim, seed
+        self.options = dict(tau=tau, eps=eps, max_iter=max_iter, metric=metric, impl=impl)
+        self.register_buffer("C", torch.zeros(k, dim))
+        self.register_buffer("initialized", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.initialized:
+            self.C = init_centroids(to_vectors(x, self.dim), self.k, seed=self.seed)
+            self.initialized = torch.tensor(True, device=x.device)
+        W_tilde, C, _ = cluster(x, self.C, **self.options)
+        if self.training:
+            self.C = C
+        return W_tilde
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}, dim={self.dim}, tau={self.options['tau']}"

@@ -119,14 +119,16 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # Recurrent layers read each weight several times a forward pass and keep the results in a list.  Within a
-# forward pass the reads share one clustering; after it, the list lets go of the graph (a module that holds
-# one cannot be deep-copied).
+# forward pass the reads share one clustering; outside of it the list is empty, because a module that holds on
+# to a graph cannot be deep-copied.
 
 
 def _share_reads(module: nn.Module) -> None:
     if isinstance(module, nn.RNNBase) and _enter not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_enter)
         module.register_forward_hook(_leave, always_call=True)
+        type(module)._apply = _apply_and_forget  # the class is parametrize's, made for this module
+        _forget(module)
 
 
 def _unshare_reads(module: nn.Module) -> None:
@@ -140,8 +142,19 @@ def _unshare_reads(module: nn.Module) -> None:
 def _enter(module: nn.RNNBase, args) -> None:
     module._dkm_reads = parametrize.cached()
     module._dkm_reads.__enter__()
+    module._init_flat_weights()
 
 
 def _leave(module: nn.RNNBase, args, output) -> None:
     module.__dict__.pop("_dkm_reads").__exit__(None, None, None)
-    module._flat_weights = [None] * len(module._flat_weights)
+    _forget(module)
+
+
+def _forget(module: nn.RNNBase) -> None:
+    module._flat_weights = [None] * len(module._flat_weights_names)
+
+
+def _apply_and_forget(module: nn.RNNBase, fn, recurse: bool = True) -> nn.RNNBase:
+    nn.RNNBase._apply(module, fn, recurse)
+    _forget(module)
+    return module

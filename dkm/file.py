@@ -140,10 +140,20 @@ def encode(model: nn.Module, dtype: torch.dtype = torch.float16) -> bytes:
         "ties": json.dumps(ties, sort_keys=True),
         "checksum": _BLANK,
     }
-    data = bytearray(safetensors.torch.save(arrays, metadata))
+    data = bytearray(_with_metadata(safetensors.torch.save(arrays), metadata))
     at = data.index(f'"checksum":"{_BLANK}"'.encode()) + len('"checksum":"')
     data[at : at + 64] = hashlib.sha256(data).hexdigest().encode()
     return bytes(data)
+
+
+def _with_metadata(container: bytes, metadata: dict[str, str]) -> bytes:
+    """The container with metadata in this order: safetensors itself writes it in a random one, and equal models
+    shall give equal files."""
+    length = int.from_bytes(container[:8], "little")
+    header = {"__metadata__": metadata, **json.loads(container[8 : 8 + length])}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + container[8 + length :]
 
 
 def _entry(tensor: Tensor) -> dict:
@@ -160,7 +170,9 @@ def _clustered_arrays(name: str, clustered: Clustered, weight: Tensor) -> dict[s
 def _other_state(model: nn.Module, known: set[str]) -> dict[str, Tensor]:
     """The state that is neither a parameter nor ours: buffers."""
     other = {}
-    ours = tuple(f"{prefix}." for prefix, module in model.named_modules() if isinstance(module, Clustered))
+    ours = tuple(
+        f"{prefix}." for prefix, module in model.named_modules(remove_duplicate=False) if isinstance(module, Clustered)
+    )
     for name, tensor in model.state_dict().items():
         plain = name.replace("parametrizations.", "").removesuffix(".original")
         if name in known or plain in known or name.startswith(ours):

@@ -119,14 +119,16 @@ def init_centroids(W: Tensor, k: int, *, init: str = "kmeans", seed: int = 0) ->
 def _cluster_blocked(
     W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return blocked.forward(W, C, tau, eps, max_iter, metric)
+    with torch.autocast(W.device.type, enabled=False):
+        return blocked.forward(W, C, tau, eps, max_iter, metric)
 
 
 @torch.library.custom_op("dkm::cluster_blocked_backward", mutates_args=())
 def _cluster_blocked_backward(
     G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tensor, metric: str
 ) -> tuple[Tensor, Tensor]:
-    return blocked.backward(G, W, trail, iterations, tau, metric)
+    with torch.autocast(W.device.type, enabled=False):  # backward passes may run inside autocast, too
+        return blocked.backward(G, W, trail, iterations, tau, metric)
 
 
 @_cluster_blocked.register_fake

@@ -14,13 +14,14 @@ Through the softmax, `dl = A * (dA - s)` with `s = sum_j A dA`; through the dist
 `e = dl * slope`, `dW += C^T e - (1^T e) w` and `dC += e w^T - (e 1) C`.
 
 For d = 1 the centroids are sorted, and with many of them the weights too: a block then holds
-neighbours, and only the centroids within its reach (see `_Attention.reach`) are computed.
+neighbours, and only the centroids within its reach are computed.
 
 This file reads tau, the convergence test and the reach on the host, which stalls a GPU.
 """
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from .reference import no_mass
 
 BLOCK = 1 << 19  # attention entries in flight: two such buffers of float32 fill an L2 cache
 WIDE = 32  # from this k on, a block lies in memory as (b, k): faster reductions over k
-SORTED = 64  # from this k on, sorting the weights (d = 1) costs less than it saves
+SORTED = 32  # from this k on, sorting the weights (d = 1) costs less than it saves
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,20 +44,25 @@ class _Vectors:
     def __init__(self, W: Tensor, k: int, d: int, dtype: torch.dtype):
         self.d, self.dtype, self.n = d, dtype, -(-W.numel() // d)
         self.order = _local_order(W) if d == 1 and k >= SORTED else None
-        self.b = max(1, min(self.n, (BLOCK if self.order is None else 4 * BLOCK) // k))
+        if self.order is None:
+            self.b = max(1, BLOCK // k)
+        else:
+            # Few centroids a block: less to compute, and differences within it keep their precision.
+            self.b = max(128, min(4 * BLOCK // k, 16 * self.n // k))
 
     def __iter__(self) -> Iterator[slice]:
         for first in range(0, self.n, self.b):
             yield slice(first, min(first + self.b, self.n))
 
     def read(self, flat: Tensor, block: slice) -> Tensor:
+        """A copy, free to be written to."""
         if self.order is not None:
             return flat[self.order[block].long()].to(self.dtype)[None]
         values = flat[block.start * self.d : block.stop * self.d]
         missing = (block.stop - block.start) * self.d - values.numel()
         if missing:
             values = torch.cat([values, values.new_zeros(missing)])
-        return values.view(-1, self.d).t().to(self.dtype, memory_format=torch.contiguous_format)
+        return values.view(-1, self.d).t().to(self.dtype, memory_format=torch.contiguous_format, copy=True)
 
     def add(self, flat: Tensor, block: slice, values: Tensor) -> None:
         if self.order is not None:
@@ -83,10 +89,11 @@ def _local_order(W: Tensor) -> Tensor:
 
 
 class _Attention:
-    """E and z of one block after another, for the centroids `C` `(k, d)`."""
+    """The attention of one block of vectors after another to the centroids `C` `(k, d)`."""
 
     def __init__(self, C: Tensor, tau: float, metric: str):
         self.tau, self.metric = tau, metric
+        self.slope = (2 if metric == "sqeuclidean" else 1) / tau
         # Attention below the floor is zero.
         self.floor = no_mass(C.dtype)
         self.cutoff = math.log(self.floor) - 1e-3
@@ -96,10 +103,6 @@ class _Attention:
             self.rank = self.rank[:, 0]
             self.levels = C[:, 0].contiguous()
             self.edges = (self.levels[1:] + self.levels[:-1]) / 2
-        elif metric == "sqeuclidean":
-            # |w|^2 cancels in the softmax: -|w - c|^2 / tau  ->  (2 w.c - |c|^2) / tau
-            self.slopes = C * (2 / tau)
-            self.offsets = -C.square().sum(1, keepdim=True) / tau
         self.C = C
 
     def sorted(self, X: Tensor) -> Tensor:
@@ -110,10 +113,34 @@ class _Attention:
         """The inverse of `sorted`."""
         return X if self.rank is None else torch.empty_like(X).index_copy_(0, self.rank, X)
 
-    def reach(self, w: Tensor, nearest: Tensor) -> slice:
+    def __call__(self, w: Tensor) -> "_Block":
+        """`(d, b)` vectors, which are shifted in place."""
+        near, D = slice(0, len(self.C)), None
+        if len(w) == 1 and len(self.C) >= SORTED:
+            near = self.reach(w[0])
+        # All that follows depends on differences only.  Around the block's own mean they do not cancel.
+        center = w.mean(1, keepdim=True)
+        w.sub_(center)
+        C = self.C[near] - center.t()
+        E = _scratch(C, w)
+        if self.metric == "euclidean":
+            # by differences: the matrix-product form loses small distances, and 1/D needs them
+            D = torch.cdist(C, w.t(), compute_mode="donot_use_mm_for_euclid_dist")
+            torch.div(D, -self.tau, out=E)
+        elif len(w) == 1:
+            torch.sub(w, C, out=E)
+            torch.addcmul(E.new_zeros(()), E, E, value=-1 / self.tau, out=E)
+        else:
+            # |w|^2 cancels in the softmax: -|w - c|^2 / tau  ->  (2 w.c - |c|^2) / tau
+            torch.addmm(-C.square().sum(1, keepdim=True) / self.tau, C, w, alpha=2 / self.tau, out=E)
+        # Clamped first: where exp underflows it takes 50 times as long, and so do products with the result.
+        E.sub_(E.amax(0)).clamp_(min=self.cutoff).exp_()
+        return _Block(near, center, w, C, torch.threshold_(E, self.floor, 0.0), D)
+
+    def reach(self, w: Tensor) -> slice:
         """The centroids whose logits exceed the cutoff for some of the weights `w` `(b,)`."""
         low, high = w.aminmax()
-        far = float(nearest.abs().amax())
+        far = float((w - self.levels[torch.bucketize(w, self.edges)]).abs().amax())
         if self.metric == "sqeuclidean":
             radius = math.sqrt(far * far - self.cutoff * self.tau)
         else:
@@ -122,37 +149,22 @@ class _Attention:
         first, last = torch.searchsorted(self.levels, bounds).tolist()
         return slice(max(first - 1, 0), min(last + 1, len(self.C)))
 
-    def __call__(self, w: Tensor) -> tuple[slice, Tensor, Tensor | None]:
-        """`(d, b)` -> which centroids, E `(k', b)` and, for the plain distance, D `(k', b)`."""
-        D, near = None, slice(0, len(self.C))
-        if len(w) == 1:
-            # Differences, not products: exact where the softmax is sensitive.
-            if len(self.C) >= SORTED:
-                nearest = w[0] - self.levels[torch.bucketize(w[0], self.edges)]
-                near = self.reach(w[0], nearest)
-            E = torch.sub(w, self.C[near], out=self.scratch(near, w))
-            if self.metric == "sqeuclidean":
-                torch.addcmul(E.new_zeros(()), E, E, value=-1 / self.tau, out=E)
-            else:
-                D = E.abs()
-                torch.div(D, -self.tau, out=E)
-        else:
-            E = self.scratch(near, w)
-            if self.metric == "sqeuclidean":
-                torch.addmm(self.offsets, self.slopes, w, out=E)
-            else:
-                # by differences: the matrix-product form loses small distances, and 1/D needs them
-                D = torch.cdist(self.C, w.t(), compute_mode="donot_use_mm_for_euclid_dist")
-                torch.div(D, -self.tau, out=E)
-        # Clamped first: where exp underflows it takes 50 times as long, and so do products with the result.
-        E.sub_(E.amax(0)).clamp_(min=self.cutoff).exp_()
-        return near, torch.threshold_(E, self.floor, 0.0), D
 
-    @staticmethod
-    def scratch(near: slice, w: Tensor) -> Tensor:
-        """An uninitialised `(k', b)` buffer in the memory order that is faster for this k'."""
-        k = near.stop - near.start
-        return w.new_empty(w.shape[1], k).t() if k >= WIDE and len(w) > 1 else w.new_empty(k, w.shape[1])
+class _Block(NamedTuple):
+    """A block of b vectors and the k' centroids within its reach, both relative to `center`."""
+
+    near: slice  # which centroids
+    center: Tensor  # (d, 1)
+    w: Tensor  # (d, b)
+    C: Tensor  # (k', d)
+    E: Tensor  # (k', b) the softmax numerator
+    D: Tensor | None  # (k', b) the plain distance, where that is the metric
+
+
+def _scratch(C: Tensor, w: Tensor) -> Tensor:
+    """An uninitialised `(k', b)` buffer in the memory order that is faster for this k'."""
+    k, b = len(C), w.shape[1]
+    return w.new_empty(b, k).t() if k >= WIDE and len(w) > 1 else w.new_empty(k, b)
 
 
 def forward(W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str):
@@ -180,18 +192,19 @@ def forward(W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric
 
 def _sums(W: Tensor, vectors: _Vectors, attention: _Attention, W_tilde: Tensor | None) -> Tensor:
     """A^T [W, 1], `(k, d + 1)`; also adds A C to `W_tilde` where one is given."""
-    C, d = attention.C, vectors.d
-    total = C.new_zeros(len(C), d + 1)
-    for block in vectors:
-        w = vectors.read(W, block)
-        near, E, _ = attention(w)
-        share = E.sum(0).reciprocal_()
-        features = w.new_empty(d + 1, w.shape[1])
-        torch.mul(w, share, out=features[:d])
+    d = vectors.d
+    total = attention.C.new_zeros(len(attention.C), d + 1)
+    for at in vectors:
+        block = attention(vectors.read(W, at))
+        share = block.E.sum(0).reciprocal_()
+        features = share.new_empty(d + 1, len(share))
+        torch.mul(block.w, share, out=features[:d])
         features[d] = share
-        total[near].addmm_(E, features.t())
+        sums = block.E @ features.t()
+        sums[:, :d] += sums[:, d:] * block.center.t()
+        total[block.near] += sums
         if W_tilde is not None:
-            vectors.add(W_tilde, block, (C[near].t() @ E).mul_(share))
+            vectors.add(W_tilde, at, (block.C.t() @ block.E).mul_(share).add_(block.center))
     return attention.unsorted(total)
 
 
@@ -213,64 +226,56 @@ def backward(G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tenso
 
 def _through_output(G: Tensor, W: Tensor, dW: Tensor, vectors: _Vectors, attention: _Attention) -> Tensor:
     """W_tilde = A C: adds to dW, returns the gradient of C."""
-    C, d = attention.C, vectors.d
-    R = torch.cat([C, torch.ones_like(C[:, :1])], dim=1)  # (k, d + 1)
-    direct, pulled = torch.zeros_like(C), torch.zeros_like(R)
-    for block in vectors:
-        w, g = vectors.read(W, block), vectors.read(G, block)
-        near, E, D = attention(w)
-        averages = R[near].t() @ E  # rows: C^T E, z
+    d = vectors.d
+    dC = torch.zeros_like(attention.C)
+    for at in vectors:
+        block, g = attention(vectors.read(W, at)), vectors.read(G, at)
+        R = torch.cat([block.C, torch.ones_like(block.C[:, :1])], dim=1)  # (k', d + 1)
+        averages = R.t() @ block.E  # rows: C^T E, z
         share = averages[d:].reciprocal()
-        L = w.new_empty(d + 1, w.shape[1])
+        L = g.new_empty(d + 1, g.shape[1])
         torch.mul(g, share, out=L[:d])
         L[d] = -(L[:d] * averages[:d]).sum(0) * share[0]
-        direct[near].addmm_(E, L[:d].t())
-        _through_distance(R, L, w, near, E, D, attention, pulled, vectors, block, dW, None)
-    return attention.unsorted(direct + _pull(pulled, attention))
+        pull, dw = _through_distance(block, R, L, attention.slope)
+        dC[block.near] += pull.addmm_(block.E, L[:d].t())
+        vectors.add(dW, at, dw)
+    return attention.unsorted(dC)
 
 
 def _through_update(H: Tensor, C_next: Tensor, W: Tensor, dW: Tensor, vectors: _Vectors, attention: _Attention):
     """C' = (A^T W) / mass, with H = dC' / mass: adds to dW, returns the gradient of C."""
-    C, d = attention.C, vectors.d
+    d = vectors.d
+    dC = torch.zeros_like(attention.C)
     H, C_next = attention.sorted(H), attention.sorted(C_next)
-    R = torch.cat([H, (H * C_next).sum(1, keepdim=True), torch.ones_like(H[:, :1])], dim=1)  # (k, d + 2)
-    pulled = C.new_zeros(len(C), d + 1)
-    for block in vectors:
-        w = vectors.read(W, block)
-        near, E, D = attention(w)
-        averages = R[near].t() @ E  # rows: H^T E, (H . C') E, z
+    for at in vectors:
+        block = attention(vectors.read(W, at))
+        h = H[block.near]
+        offset = (h * (C_next[block.near] - block.center.t())).sum(1, keepdim=True)
+        R = torch.cat([h, offset, torch.ones_like(offset)], dim=1)  # (k', d + 2)
+        averages = R.t() @ block.E  # rows: H^T E, (H . C') E, z
         share = averages[d + 1 :].reciprocal()
         AH = averages[: d + 1].mul_(share)
-        s = (w * AH[:d]).sum(0).sub_(AH[d])
-        L = w.new_empty(d + 2, w.shape[1])
-        torch.mul(w, share, out=L[:d])
+        s = (block.w * AH[:d]).sum(0).sub_(AH[d])
+        L = s.new_empty(d + 2, len(s))
+        torch.mul(block.w, share, out=L[:d])
         torch.neg(share[0], out=L[d])
         torch.mul(s, L[d], out=L[d + 1])
-        _through_distance(R, L, w, near, E, D, attention, pulled, vectors, block, dW, AH[:d])
-    return attention.unsorted(_pull(pulled, attention))
+        pull, dw = _through_distance(block, R, L, attention.slope)
+        dC[block.near] += pull
+        vectors.add(dW, at, dw.add_(AH[:d]))
+    return attention.unsorted(dC)
 
 
-def _through_distance(R, L, w, near, E, D, attention, pulled, vectors, block, dW, dw) -> None:
-    """dA - s = R L: through the softmax and the distance, into dW (with `dw`, where given) and `pulled`."""
-    d = len(w)
-    e = torch.mm(R[near], L, out=attention.scratch(near, w)).mul_(E)
-    if D is not None:
-        e.div_(D).masked_fill_(D == 0, 0)
-    ones = w.new_empty(d + 1, w.shape[1])
-    ones[:d], ones[d] = w, 1.0
-    pulled[near].addmm_(e, ones.t())
-    pull = attention.C[near].t() @ e
-    if D is not None:
-        pull.addcmul_(e.sum(0), w, value=-1)
-    slope = _slope(attention)
-    pull = pull.mul_(slope) if dw is None else torch.add(dw, pull, alpha=slope)
-    vectors.add(dW, block, pull)
-
-
-def _pull(pulled: Tensor, attention: _Attention) -> Tensor:
-    """`e [w, 1]^T` summed over all vectors -> the gradient that C receives through the distance."""
-    return _slope(attention) * (pulled[:, :-1] - pulled[:, -1:] * attention.C)
-
-
-def _slope(attention: _Attention) -> float:
-    return (2 if attention.metric == "sqeuclidean" else 1) / attention.tau
+def _through_distance(block: _Block, R: Tensor, L: Tensor, slope: float) -> tuple[Tensor, Tensor]:
+    """dA - s = R L -> the gradients, through the softmax and the distance, of C `(k', d)` and of w `(d, b)`."""
+    d = len(block.w)
+    e = torch.mm(R, L, out=_scratch(block.C, block.w)).mul_(block.E)
+    if block.D is not None:
+        e.div_(block.D).masked_fill_(block.D == 0, 0)
+    ones = block.w.new_empty(d + 1, block.w.shape[1])
+    ones[:d], ones[d] = block.w, 1.0
+    pulled = e @ ones.t()
+    dw = block.C.t() @ e
+    if block.D is not None:
+        dw.addcmul_(e.sum(0), block.w, value=-1)  # for the squared distance, e sums to zero
+    return (pulled[:, :d] - pulled[:, d:] * block.C).mul_(slope), dw.mul_(slope)

@@ -1,0 +1,57 @@
+"""Arguments -> tables; see the package's docstring."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+import benchmarks
+
+from . import accuracy, init, memory, speed
+from .measure import DEVICES, environment
+
+SECTIONS = ("speed", "init", "memory", "accuracy")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=benchmarks.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="small layers, few repeats: a smoke test")
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="this section (may be repeated)")
+    parser.add_argument("--device", choices=list(DEVICES), default="cpu")
+    parser.add_argument("--patience", type=float, default=600, help="seconds for an initialisation (%(default)s)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice; 1 with --quick)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers (seconds, bytes) here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads or (1 if arguments.quick else torch.get_num_threads()))
+
+    machine = environment(arguments.device)
+    print(
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, load {machine['load']}",
+        f"dkm {machine['dkm']}, torch {machine['torch']}, numpy {machine['numpy']}, "
+        f"coremltools {machine['coremltools']}, Python {machine['python']}, {machine['date']}",
+        sep="\n",
+        flush=True,
+    )
+    numbers: dict[str, object] = dict(environment=machine, quick=arguments.quick)
+    for name in arguments.only or SECTIONS:
+        if name == "speed":
+            rows, text = speed.run(arguments.device, arguments.quick), speed.text
+        elif name == "init":
+            rows, text = init.run(arguments.device, arguments.quick, arguments.patience), init.text
+        elif name == "memory":
+            rows, text = memory.run(arguments.device, arguments.quick), memory.text
+        else:
+            rows, text = accuracy.run(arguments.device, arguments.quick), accuracy.text
+        numbers[name] = rows
+        print(f"\n{text(rows)}", flush=True)
+        if arguments.json:  # after every section: a long run that is interrupted keeps what it has
+            arguments.json.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

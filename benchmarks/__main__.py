@@ -11,7 +11,7 @@ import benchmarks
 from . import accuracy, init, memory, speed
 from .measure import DEVICES, environment
 
-SECTIONS = ("speed", "init", "memory", "accuracy")
+SECTIONS = dict(speed=speed, init=init, memory=memory, accuracy=accuracy)
 
 
 def main() -> None:
@@ -21,9 +21,9 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="small layers, few repeats: a smoke test")
-    parser.add_argument("--only", choices=SECTIONS, action="append", help="this section (may be repeated)")
+    parser.add_argument("--only", choices=list(SECTIONS), action="append", help="this section (may be repeated)")
     parser.add_argument("--device", choices=list(DEVICES), default="cpu")
-    parser.add_argument("--patience", type=float, default=600, help="seconds for an initialisation (%(default)s)")
+    parser.add_argument("--patience", type=float, default=600.0, help="seconds for an initialisation (%(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice; 1 with --quick)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers (seconds, bytes) here")
     arguments = parser.parse_args()
@@ -39,16 +39,9 @@ def main() -> None:
     )
     numbers: dict[str, object] = dict(environment=machine, quick=arguments.quick)
     for name in arguments.only or SECTIONS:
-        if name == "speed":
-            rows, text = speed.run(arguments.device, arguments.quick), speed.text
-        elif name == "init":
-            rows, text = init.run(arguments.device, arguments.quick, arguments.patience), init.text
-        elif name == "memory":
-            rows, text = memory.run(arguments.device, arguments.quick), memory.text
-        else:
-            rows, text = accuracy.run(arguments.device, arguments.quick), accuracy.text
-        numbers[name] = rows
-        print(f"\n{text(rows)}", flush=True)
+        options = dict(limit=arguments.patience) if name == "init" else {}
+        numbers[name] = rows = SECTIONS[name].run(arguments.device, arguments.quick, **options)
+        print(f"\n{SECTIONS[name].text(rows)}", flush=True)
         if arguments.json:  # after every section: a long run that is interrupted keeps what it has
             arguments.json.write_text(json.dumps(numbers, indent=1) + "\n")
 

@@ -48,38 +48,45 @@ def unrolled(layer: Layer, iterations: int) -> Step:
     def cluster(W: Tensor, C: Tensor, tau: float) -> tuple[Tensor, Tensor]:
         for i in range(iterations):
             A = torch.softmax((2 * W @ C.T - C.square().sum(1)) / tau, dim=1)
-            if i == iterations - 1:
-                return A @ C, _update(A.detach(), W.detach())
-            C = _update(A, W)
-
-    def _update(A: Tensor, W: Tensor) -> Tensor:
-        return (A.T @ W) / A.sum(0)[:, None]
+            if i < iterations - 1:
+                C = (A.T @ W) / A.sum(0)[:, None]
+        with torch.no_grad():
+            C_next = (A.T @ W) / A.sum(0)[:, None]
+        return A @ C, C_next
 
     return _autograd_step(layer, cluster)
 
 
 def tuned(layer: Layer, iterations: int) -> Step:
-    """As `unrolled`, with as few passes over A as autograd allows.
+    """As `unrolled`, with as few passes over A as we found autograd to allow.
 
-    1/tau is folded into the centroids, the sums A^T W and A^T 1 are one product, and for few centroids A is
-    stored as (k, n).
+    1/tau is folded into the centroids, A^T W and A^T 1 are one product, and for few centroids A is (k, n) in
+    memory.
     """
 
     def cluster(W: Tensor, C: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-        d, flat = C.shape[1], len(C) < 32
-        W = W.T.contiguous().T if flat else W
-        W1 = torch.cat([W.T, W.new_ones(1, len(W))]).T if flat else torch.cat([W, W.new_ones(len(W), 1)], dim=1)
+        few = len(C) < 32
+        if few:
+            W = W.T.contiguous().T
+            W1 = torch.cat([W.T, W.new_ones(1, len(W))]).T
+        else:
+            W1 = torch.cat([W, W.new_ones(len(W), 1)], dim=1)
+
+        def update(A: Tensor) -> Tensor:
+            sums = A.T @ W1
+            return sums[:, :-1] / sums[:, -1:]
+
         for i in range(iterations):
             slopes, offsets = C * (2 / tau), C.square().sum(1) / -tau
-            if flat:
+            if few:
                 A = torch.softmax(torch.addmm(offsets[:, None], slopes, W.T), dim=0).T
             else:
                 A = torch.softmax(torch.addmm(offsets, W, slopes.T), dim=1)
-            last = i == iterations - 1
-            sums = A.detach().T @ W1.detach() if last else A.T @ W1
-            if last:
-                return A @ C, sums[:, :d] / sums[:, d:]
-            C = sums[:, :d] / sums[:, d:]
+            if i < iterations - 1:
+                C = update(A)
+        with torch.no_grad():
+            C_next = update(A)
+        return A @ C, C_next
 
     return _autograd_step(layer, cluster)
 

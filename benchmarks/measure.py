@@ -153,7 +153,11 @@ def memory_limit(extra: int | None) -> Iterator[None]:
 
 
 def peak_extra(function: Callable[[], object]) -> tuple[int, int, str]:
-    """Runs it: (bytes of resident memory at its peak beyond those before, those before, how it was measured)."""
+    """Runs it: (bytes of resident memory at its peak beyond those before, those before, how it was measured).
+
+    What the allocator loses between blocks counts: with blocks of a few MiB that is much, and not the same
+    every time.  From 32 MiB on each block is the system's own, and the peak is exact.
+    """
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # freed memory that the process still holds would hide what is used

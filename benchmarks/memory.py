@@ -17,7 +17,7 @@ from .table import digits, note, table
 # bits, dim, iterations
 CONFIGURATIONS = [(2, 1, 5), (8, 1, 5), (4, 4, 5), (8, 8, 5), (8, 8, 10), (8, 16, 5), (8, 3, 5)]
 QUICK_CONFIGURATIONS = [(4, 3, 5)]
-SIZE, QUICK_SIZE = 1 << 23, 1 << 20
+SIZE, QUICK_SIZE = 1 << 23, 1 << 18
 LIMIT = 12 * GIB
 WARM_UP = 300  # weights
 

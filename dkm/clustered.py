@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .functional import METRICS, assign, check_tau, cluster, from_vectors, init_centroids, to_vectors
+from .functional import assign, check_options, check_tau, cluster, from_vectors, init_centroids, to_vectors
 
 MAX_BITS = 12
 HOT, COLD = 2.0, 0.1  # tau="auto" goes from HOT to COLD times the squared error per weight
@@ -52,9 +52,8 @@ class Clustered(nn.Module):
         super().__init__()
         check_bits_dim(bits, dim)
         check_schedule(tau, steps)
+        check_options(1.0 if tau == "auto" else tau, eps, max_iter, metric, impl)
         check_weight(weight)
-        if metric not in METRICS:
-            raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
         self.bits, self.dim, self.shape = bits, dim, weight.shape
         self.tau, self.steps = tau, steps
         self.eps, self.max_iter, self.metric, self.impl = eps, max_iter, metric, impl
@@ -142,9 +141,9 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_bits_dim(bits: int, dim: int) -> None:
-    if not isinstance(bits, int) or not 1 <= bits <= MAX_BITS:
+    if not isinstance(bits, int) or bits is True or not 1 <= bits <= MAX_BITS:
         raise ValueError(f"bits must be an integer from 1 to {MAX_BITS}, got {bits!r}")
-    if not isinstance(dim, int) or dim < 1:
+    if not isinstance(dim, int) or dim is True or dim < 1:
         raise ValueError(f"dim must be an integer of at least 1, got {dim!r}")
 
 
@@ -152,7 +151,7 @@ def check_schedule(tau: float | str, steps: int | None) -> None:
     if isinstance(tau, str):
         if tau != "auto":
             raise ValueError(f'tau must be "auto" or a positive number, got {tau!r}')
-        if not isinstance(steps, int) or steps < 1:
+        if not isinstance(steps, int) or steps is True or steps < 1:
             raise ValueError(
                 f'tau="auto" anneals over the training: say how many optimizer steps you will train, '
                 f"steps=<an integer of at least 1>, got steps={steps!r}; or give tau as a number"
@@ -167,6 +166,8 @@ def check_weight(weight: Tensor, name: str = "the weight") -> None:
         raise TypeError(f"{name} is {weight.dtype}: only float64, float32, bfloat16 and float16 can be clustered")
     if weight.numel() == 0:
         raise ValueError(f"{name} is empty, shape {tuple(weight.shape)}: there is nothing to cluster")
+    if weight.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no values: load the weights before compressing them")
     largest = float(weight.detach().abs().amax())  # NaN wins over everything
     if not math.isfinite(largest):
         raise ValueError(f"{name} holds NaN or infinite values: repair the weights before compressing them")

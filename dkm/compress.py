@@ -40,14 +40,14 @@ def compress_(
             f"the model is compressed already ({already[0]} and {len(already) - 1} more): "
             "call dkm.snap_(model) first to start over, or keep training it"
         )
-    chosen = make_plan(model, plan) if isinstance(plan, str) else plan
+    chosen = plan if isinstance(plan, Plan) else make_plan(model, plan)
     rows = {row.name: row for row in chosen.rows if row.bits is not None}
     targets = {owned.names[0]: owned for owned in parameters(model) if owned.names[0] in rows}
     for name, row in rows.items():
         if name not in targets or tuple(targets[name].tensor.shape) != row.shape:
             raise ValueError(f"the plan was made for another model: it has no {name} of shape {row.shape}")
         if isinstance(targets[name].owners[0][0], parametrize.ParametrizationList):
-            raise ValueError(f"{name} is parametrized already")
+            raise ValueError(f"{name} is parametrized already: remove that parametrization first, or keep it")
     check_schedule(tau, steps)
     for name, owned in targets.items():
         check_weight(owned.tensor, name)
@@ -63,7 +63,10 @@ def cluster_weight(module: nn.Module, name: str = "weight", *, bits: int, dim: i
     """Cluster one tensor of one module, in place; `options` as in `compress_`.  Returns the module."""
     check_bits_dim(bits, dim)
     if parametrize.is_parametrized(module, name):
-        raise ValueError(f"{type(module).__name__}.{name} is parametrized already")
+        raise ValueError(
+            f"{type(module).__name__}.{name} is parametrized already: remove that first, "
+            "with torch.nn.utils.parametrize.remove_parametrizations or, if it is dkm's, dkm.snap_"
+        )
     tensor = module._parameters.get(name)
     if tensor is None:
         raise ValueError(
@@ -89,6 +92,7 @@ def snap_(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> nn.Module:
     Other parameters are rounded to `dtype`, as in the file: the result is bit-equal to what
     `load(save(model, dtype=dtype))` gives.  Buffers, running statistics among them, stay as they are.
     """
+    check_dtype(dtype)
     for owned in parameters(model):
         clustered = owned.clustered
         if clustered is None:
@@ -104,6 +108,11 @@ def snap_(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> nn.Module:
             _unshare_reads(module)
         owned.tensor.copy_(dense)
     return model
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point torch.dtype such as torch.float16, got {dtype!r}")
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,11 +26,12 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .clustered import Clustered
 from .codec import pack, unpack
-from .compress import rounded
+from .compress import check_dtype, rounded
 from .functional import from_vectors
 from .plan import Plan, Row, parameters
 
@@ -50,6 +51,8 @@ def save(model: nn.Module, path: str | os.PathLike, *, dtype: torch.dtype = torc
     """
     data = encode(model, dtype)
     path = Path(path)
+    if not path.name:
+        raise FileError(f"cannot write {path}: it names a folder; add a file name")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         try:
@@ -83,7 +86,11 @@ def load(path: str | os.PathLike, into: nn.Module | None = None) -> nn.Module | 
         return state
     _check_match(state, into, path)
     on_meta = any(tensor.is_meta for tensor in into.state_dict().values())
+    shared = [owned.owners for owned in parameters(into)]
     into.load_state_dict(state, assign=on_meta)
+    for (module, attribute), *others in shared if on_meta else ():  # assign makes a parameter for every name
+        for other, alias in others:
+            setattr(other, alias, getattr(module, attribute))
     return into
 
 
@@ -113,6 +120,7 @@ def size(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> Size:
 @torch.no_grad()
 def encode(model: nn.Module, dtype: torch.dtype = torch.float16) -> bytes:
     """The bytes of the file."""
+    check_dtype(dtype)
     entries: dict[str, dict] = {}
     ties: dict[str, str] = {}
     arrays: dict[str, Tensor] = {}
@@ -124,6 +132,7 @@ def encode(model: nn.Module, dtype: torch.dtype = torch.float16) -> bytes:
         entries[name] = _entry(owned.tensor)
         ties |= dict.fromkeys(aliases, name)
         if owned.clustered is None:
+            _check_finite(name, owned.tensor)
             arrays[f"dense/{name}"] = rounded(owned.tensor, dtype)
         else:
             entries[name] |= {"bits": owned.clustered.bits, "dim": owned.clustered.dim}
@@ -162,9 +171,13 @@ def _entry(tensor: Tensor) -> dict:
 
 def _clustered_arrays(name: str, clustered: Clustered, weight: Tensor) -> dict[str, Tensor]:
     C, codes = clustered.codes(weight)
-    if not bool(C.isfinite().all()) or not bool(weight.isfinite().all()):
-        raise FileError(f"{name} holds NaN, infinite or too large values: the training diverged; nothing was written")
+    _check_finite(name, C, weight)
     return {f"codes/{name}": pack(codes, clustered.bits), f"centroids/{name}": C}
+
+
+def _check_finite(name: str, *tensors: Tensor) -> None:
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise FileError(f"{name} holds NaN, infinite or too large values: the training diverged; nothing was written")
 
 
 def _other_state(model: nn.Module, known: set[str]) -> dict[str, Tensor]:
@@ -179,6 +192,10 @@ def _other_state(model: nn.Module, known: set[str]) -> dict[str, Tensor]:
             continue
         if not isinstance(tensor, Tensor):
             raise FileError(f"{name} in the model's state is a {type(tensor).__name__}: only tensors can be saved")
+        if tensor.dtype not in safetensors.torch._SIZE:
+            raise FileError(
+                f"{name} is {tensor.dtype}, which safetensors cannot hold: convert it or make it not persistent"
+            )
         other[name] = tensor
     return other
 
@@ -186,12 +203,28 @@ def _other_state(model: nn.Module, known: set[str]) -> dict[str, Tensor]:
 def decode(data: bytes, name: str = "the data") -> dict[str, Tensor]:
     """Bytes of a file -> the dense state dict."""
     metadata = _verified_metadata(data, name)
-    arrays = safetensors.torch.load(data)
+    try:
+        return _decode(metadata, safetensors.torch.load(data))
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
+        raise FileError(
+            f"{name} is intact but contradicts itself ({error}): the program that wrote it is at fault"
+        ) from error
+
+
+def _decode(metadata: Mapping[str, str], arrays: dict[str, Tensor]) -> dict[str, Tensor]:
     state = {}
     for key, entry in json.loads(metadata["tensors"]).items():
         shape, dtype = torch.Size(entry["shape"]), getattr(torch, entry["dtype"])
         if "bits" not in entry:
-            state[key] = arrays[f"dense/{key}"].to(dtype)
+            state[key] = arrays[f"dense/{key}"].view(shape).to(dtype)
             continue
         count = -(-shape.numel() // entry["dim"])
         codes = unpack(arrays[f"codes/{key}"], entry["bits"], count)
@@ -232,6 +265,12 @@ def _check_match(state: Mapping[str, Tensor], model: nn.Module, path: Path) -> N
         f"{name} is {tuple(tensor.shape)} in the file and {tuple(own[name].shape)} in the model"
         for name, tensor in state.items()
         if name in own and own[name].shape != tensor.shape
+    ]
+    problems += [
+        f"the model ties {alias} to {owned.names[0]} and the file has different values for them"
+        for owned in parameters(model)
+        for alias in owned.names[1:]
+        if not problems and not torch.equal(state[alias], state[owned.names[0]])
     ]
     if problems:
         more = f", and {len(problems) - 3} more differences" if len(problems) > 3 else ""

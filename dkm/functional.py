@@ -4,7 +4,10 @@
 `C` is `(k, d)`: the centroids.
 """
 
+import functools
+import importlib.util
 import math
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 from .kernels import blocked, reference
 
 METRICS = ("sqeuclidean", "euclidean")
-IMPLEMENTATIONS = ("auto", "reference", "blocked")
+IMPLEMENTATIONS = ("auto", "reference", "blocked", "triton")
 
 
 class Clustering(NamedTuple):
@@ -50,20 +53,27 @@ def cluster(
         tau: the temperature: a positive number, or a tensor of one element.
         metric: f, "sqeuclidean" (the squared Euclidean distance) or "euclidean".
         impl: "reference" materialises A: O(max_iter * n * k) memory, autograd's own gradient (also of a
-            tensor `tau`).  "blocked" recomputes A block by block in both passes: O(n * d) memory.
-            "auto" picks the fastest for the device.
+            tensor `tau`).  "blocked" recomputes A block by block in both passes: O(n * d) memory, any
+            device.  "triton" does so on the chip of a GPU, without waiting for it.  "auto" picks for the device.
     """
     _check_cluster(W, C, tau, eps, max_iter, metric, impl)
     dtype = blocked.compute_dtype(W.dtype)
     tau = torch.as_tensor(tau, dtype=dtype, device=W.device)
-    # Autocast would run the products in 16 bit: at a small tau that is noise, not attention.
-    with torch.autocast(W.device.type, enabled=False):
-        if impl == "reference":
+    if impl == "reference":
+        with torch.autocast(W.device.type, enabled=False):
             V = to_vectors(W, C.shape[1]).to(dtype)
             V_tilde, C_next, iterations = reference.cluster(V, C.to(dtype), tau, eps, max_iter, metric)
-            return Clustering(from_vectors(V_tilde.to(W.dtype), W.shape), C_next, iterations)
-        W_tilde, C_next, iterations, _ = _cluster_blocked(W.reshape(-1), C, tau, eps, max_iter, metric)
-    return Clustering(W_tilde.view(W.shape), C_next.detach(), iterations)
+        return Clustering(from_vectors(V_tilde.to(W.dtype), W.shape), C_next, iterations)
+    if impl == "auto":
+        impl = "triton" if W.is_cuda and _has_triton() and dtype == torch.float32 and C.shape[1] <= 64 else "blocked"
+    W_tilde, iterations, trail = _cluster(W.reshape(-1), C, tau, eps, max_iter, metric, impl)
+    C_next = trail.detach().index_select(0, iterations.view(1))[0, :, :-1].contiguous()
+    return Clustering(W_tilde.view(W.shape), C_next, iterations)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def assign(W: Tensor, C: Tensor) -> Tensor:
@@ -71,12 +81,15 @@ def assign(W: Tensor, C: Tensor) -> Tensor:
 
     Works block by block: memory is O(n) whatever k.
     """
+    if W.ndim != 2 or C.ndim != 2 or W.shape[1] != C.shape[1]:
+        raise ValueError(f"assign needs W (n, d) and C (k, d), got W {tuple(W.shape)} and C {tuple(C.shape)}")
     W, C = W.detach(), C.detach().to(blocked.compute_dtype(W.dtype))
     if C.shape[1] == 1:
         # By bisection between sorted centroids: exact, and O(n log k).
         levels, order = C[:, 0].sort(stable=True)
         edges = (levels[1:] + levels[:-1]) / 2
-        first = torch.searchsorted(levels, levels)  # equal centroids: always the same one of them
+        # equal centroids: always the same one of them; clamped, because NaN is past the end
+        first = torch.searchsorted(levels, levels).clamp(max=len(levels) - 1)
         return order[first[torch.bucketize(W[:, 0].to(C.dtype).contiguous(), edges)]]
     with torch.autocast(W.device.type, enabled=False):
         offsets = -C.square().sum(1) / 2
@@ -111,52 +124,72 @@ def init_centroids(W: Tensor, k: int, *, init: str = "kmeans", seed: int = 0) ->
 
     if init not in ("kmeans", "random"):
         raise ValueError(f'init must be "kmeans" or "random", got {init!r}')
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"k must be an integer of at least 1, got {k!r}")
+    if W.ndim != 2 or W.numel() == 0:
+        raise ValueError(f"W must be (n, d) with at least one weight, got shape {tuple(W.shape)}")
+    if not W.is_floating_point():
+        raise TypeError(f"W must be a floating-point tensor, got {W.dtype}")
+    if not bool(W.detach().isfinite().all()):
+        raise ValueError("W holds NaN or infinite values: there are no centroids of those")
     dtype = blocked.compute_dtype(W.dtype)
     return getattr(initialize, init)(W.detach(), k, seed).to(device=W.device, dtype=dtype)
 
 
-@torch.library.custom_op("dkm::cluster_blocked", mutates_args=())
-def _cluster_blocked(
-    W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _kernels(impl: str):
+    if impl == "triton":
+        from .kernels import triton
+
+        return triton
+    return blocked
+
+
+# One operator for every implementation: opaque to torch.compile, which then neither unrolls the loop nor
+# stumbles over what an implementation does with the host.
+
+
+@torch.library.custom_op("dkm::cluster", mutates_args=())
+def _cluster(
+    W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Autocast would run the products in 16 bit: at a small tau that is noise, not attention.
     with torch.autocast(W.device.type, enabled=False):
-        return blocked.forward(W, C, tau, eps, max_iter, metric)
+        return _kernels(impl).forward(W, C, tau, eps, max_iter, metric)
 
 
-@torch.library.custom_op("dkm::cluster_blocked_backward", mutates_args=())
-def _cluster_blocked_backward(
-    G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tensor, metric: str
+@torch.library.custom_op("dkm::cluster_backward", mutates_args=())
+def _cluster_backward(
+    G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tensor, metric: str, impl: str
 ) -> tuple[Tensor, Tensor]:
-    with torch.autocast(W.device.type, enabled=False):  # backward passes may run inside autocast, too
-        return blocked.backward(G, W, trail, iterations, tau, metric)
+    with torch.autocast(W.device.type, enabled=False):
+        return _kernels(impl).backward(G, W, trail, iterations, tau, metric)
 
 
-@_cluster_blocked.register_fake
-def _(W, C, tau, eps, max_iter, metric):
-    C = C.new_empty(C.shape, dtype=blocked.compute_dtype(W.dtype))
-    trail = C.new_empty(max_iter, C.shape[0], C.shape[1] + 1)
-    return torch.empty_like(W), C, W.new_empty((), dtype=torch.int64), trail
+@_cluster.register_fake
+def _(W, C, tau, eps, max_iter, metric, impl):
+    trail = C.new_empty(max_iter + 1, C.shape[0], C.shape[1] + 1, dtype=blocked.compute_dtype(W.dtype))
+    return torch.empty_like(W), W.new_empty((), dtype=torch.int64), trail
 
 
-@_cluster_blocked_backward.register_fake
-def _(G, W, trail, iterations, tau, metric):
+@_cluster_backward.register_fake
+def _(G, W, trail, iterations, tau, metric, impl):
     return torch.empty_like(W), trail.new_empty(trail.shape[1], trail.shape[2] - 1)
 
 
 def _setup_context(ctx, inputs, output):
-    W, C, tau, _, _, ctx.metric = inputs
-    _, _, iterations, trail = output
+    W, C, tau, _, _, ctx.metric, ctx.impl = inputs
+    _, iterations, trail = output
     ctx.C_dtype = C.dtype
     ctx.save_for_backward(W, trail, iterations, tau)
 
 
 def _backward(ctx, G, *_):
     W, trail, iterations, tau = ctx.saved_tensors
-    dW, dC = _cluster_blocked_backward(G.reshape(-1), W, trail, iterations, tau, ctx.metric)
-    return dW, dC.to(ctx.C_dtype), None, None, None, None
+    dW, dC = _cluster_backward(G.contiguous(), W, trail, iterations, tau, ctx.metric, ctx.impl)
+    return dW, dC.to(ctx.C_dtype), None, None, None, None, None
 
 
-_cluster_blocked.register_autograd(_backward, setup_context=_setup_context)
+_cluster.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check_cluster(W, C, tau, eps, max_iter, metric, impl) -> None:
@@ -166,8 +199,13 @@ def _check_cluster(W, C, tau, eps, max_iter, metric, impl) -> None:
         raise ValueError(f"cluster needs at least one weight, got a W of shape {tuple(W.shape)}")
     if C.ndim != 2 or C.numel() == 0:
         raise ValueError(f"C must be (k, d) with k, d >= 1, got shape {tuple(C.shape)}")
+    check_options(tau, eps, max_iter, metric, impl)
+
+
+def check_options(tau, eps, max_iter, metric, impl) -> None:
+    """Raise unless these are what `cluster` takes."""
     check_tau(tau)
-    if not eps >= 0:
+    if not isinstance(eps, Real) or not eps >= 0:
         raise ValueError(f"eps must be a number >= 0, got {eps!r}")
     if not isinstance(max_iter, int) or max_iter < 1:
         raise ValueError(f"max_iter must be an integer >= 1, got {max_iter!r}")
@@ -179,5 +217,5 @@ def _check_cluster(W, C, tau, eps, max_iter, metric, impl) -> None:
 
 def check_tau(tau: float | Tensor) -> None:
     """Raise ValueError unless tau is a positive finite number.  Tensors are not read: that would stall a GPU."""
-    if not isinstance(tau, Tensor) and not (0 < tau < math.inf):
+    if not isinstance(tau, Tensor) and not (isinstance(tau, Real) and 0 < tau < math.inf):
         raise ValueError(f"tau must be a positive finite number, got {tau!r}; the paper's values are 5e-6 to 4e-4")

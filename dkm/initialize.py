@@ -86,7 +86,7 @@ def _best_bounds(sums: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     led until nothing moves: O(k window^2) a round, where the unrestricted one takes O(k bins^2).
     """
     k, bins = len(bounds) - 1, sums.shape[1] - 1
-    window = max(WINDOW, bins // k)
+    window = max(WINDOW, 4 * bins // k)
     for _ in range(max(3, 1 << 13 >> k.bit_length())):
         # Every interval holds at least one bin: bound j lies between j and bins - k + j, in order.
         center = np.clip(bounds, np.arange(k + 1), bins - k + np.arange(k + 1))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .functional import check_tau, cluster, init_centroids, to_vectors
+from .functional import check_options, cluster, init_centroids, to_vectors
 
 
 class DKM(nn.Module):
@@ -27,9 +27,10 @@ class DKM(nn.Module):
         seed: int = 0,
     ):
         super().__init__()
-        if k < 1 or dim < 1:
-            raise ValueError(f"k and dim must be at least 1, got k={k}, dim={dim}")
-        check_tau(tau)
+        for name, value in (("k", k), ("dim", dim)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        check_options(tau, eps, max_iter, metric, impl)
         self.k, self.dim, self.seed = k, dim, seed
         self.options = dict(tau=tau, eps=eps, max_iter=max_iter, metric=metric, impl=impl)
         self.register_buffer("C", torch.zeros(k, dim))

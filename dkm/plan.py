@@ -5,6 +5,7 @@ defaults to 1.  This file reads a model and never touches it.
 """
 
 import difflib
+import re
 import shutil
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -24,9 +25,9 @@ WORDS = {
     "lin": "every matrix: linear layers, attention projections, recurrent weights",
     "xform": "a transformer's linear layers (lin without recurrent weights)",
     "emb": "the embeddings",
-    "all": "all of these",
-    "first": "the first of them",
-    "last": "the last of them",
+    "all": "every convolution, matrix and embedding",
+    "first": "the first convolution, matrix or embedding",
+    "last": "the last convolution, matrix or embedding",
 }
 # Words about a kind of layer leave small tensors at 8/1; words that point at one tensor, and names, do not.
 _KINDS = ("cv", "fc", "lin", "xform", "emb", "all")
@@ -128,8 +129,17 @@ def table(rows: tuple[Row, ...], columns: int | None = None) -> str:
     align = ("<", "<", ">", ">", ">", ">", "<")
     return "\n".join(
         " ".join(f"{_shorten(c, w):{a}{w}}" for c, w, a in zip(line, widths, align, strict=True)).rstrip()
-        for line in [head, *cells]
+        for line in [head, *((_abbreviate(name, widths[0]), *rest) for name, *rest in cells)]
     )
+
+
+def _abbreviate(name: str, width: int) -> str:
+    """Words of a name to their first letters, from the left, until it fits: its numbers tell layers apart."""
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) > width:
+            parts[i] = re.sub(r"^(\D)\D+", r"\1", part)
+    return ".".join(parts)
 
 
 def _shorten(text: str, width: int) -> str:
@@ -164,13 +174,17 @@ def _parse_entry(part: str, text: str) -> Entry:
     if spec == "keep":
         return Entry(selector, None, 1)
     bits, slash, dim = (piece.strip() for piece in spec.partition("/"))
-    if not (bits.isascii() and bits.isdigit()) or (slash and not (dim.isascii() and dim.isdigit())):
+    if not _is_number(bits) or (slash and not _is_number(dim)):
         raise PlanError(f"'{spec}' in plan '{text}' is not 'bits', 'bits/dim' or 'keep'")
     if not 1 <= int(bits) <= MAX_BITS:
         raise PlanError(f"'{spec}' in plan '{text}': bits must be from 1 to {MAX_BITS}, got {int(bits)}")
     if slash and int(dim) < 1:
         raise PlanError(f"'{spec}' in plan '{text}': dim must be at least 1, got {int(dim)}")
     return Entry(selector, int(bits), int(dim) if slash else 1)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def plan(model: nn.Module, text: str) -> Plan:
@@ -185,11 +199,12 @@ def plan(model: nn.Module, text: str) -> Plan:
 
 
 def _decide(row: Row, entry: Entry) -> Row:
+    frozen = ", frozen" if row.reason.endswith(", frozen") else ""
     if entry.bits is None:
-        return replace(row, bits=None, dim=1, reason=f"{entry.selector}:keep")
+        return replace(row, bits=None, dim=1, reason=f"{entry.selector}:keep{frozen}")
     if entry.selector in _KINDS and row.parameters < SMALL:
-        return replace(row, bits=8, dim=1, reason=f"{entry.selector}, under {SMALL:,}")
-    return replace(row, bits=entry.bits, dim=entry.dim, reason=entry.selector)
+        return replace(row, bits=8, dim=1, reason=f"{entry.selector}, under {SMALL:,}{frozen}")
+    return replace(row, bits=entry.bits, dim=entry.dim, reason=f"{entry.selector}{frozen}")
 
 
 def _select(selector: str, rows: list[Row], text: str) -> list[int]:
@@ -219,7 +234,8 @@ def _select(selector: str, rows: list[Row], text: str) -> list[int]:
 
 def _matches(pattern: str, name: str) -> bool:
     """A pattern means tensors (`conv1.weight`) or the modules that own them (`conv1`, `layer4.*`)."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
+    owner = name.rpartition(".")[0]
+    return pattern in (name, owner) or fnmatchcase(name, pattern) or fnmatchcase(owner, pattern)
 
 
 @dataclass
@@ -233,9 +249,14 @@ class Owned:
     @property
     def clustered(self) -> Clustered | None:
         """Our parametrization of it, where there is one."""
-        module, attribute = self.owners[0]
-        chain = module.parametrizations[attribute] if parametrize.is_parametrized(module, attribute) else None
-        return chain[0] if chain is not None and _is_ours(chain) else None
+        chains = [m.parametrizations[a] if parametrize.is_parametrized(m, a) else None for m, a in self.owners]
+        found = {chain[0] if chain is not None and _is_ours(chain) else None for chain in chains}
+        if len(found) > 1:
+            raise ValueError(
+                f"{' and '.join(self.names)} are one tensor, clustered in one place only: "
+                "cluster it with dkm.compress_, which keeps ties"
+            )
+        return found.pop()
 
 
 def parameters(model: nn.Module) -> list[Owned]:
@@ -288,7 +309,7 @@ def _kind(tensor: torch.Tensor, module: nn.Module, attribute: str) -> tuple[str,
         return "", "empty"
     if isinstance(module, parametrize.ParametrizationList):
         return "", f"parametrized by {type(module[0]).__name__}"
-    if tensor.ndim < 2 or "Norm" in type(module).__name__:
+    if tensor.ndim < 2:
         return "", "bias or norm"
     if isinstance(module, nn.modules.conv._ConvNd) and attribute == "weight":
         return "cv", "not selected"
@@ -301,6 +322,8 @@ def _kind(tensor: torch.Tensor, module: nn.Module, attribute: str) -> tuple[str,
     # Linear, transformers' Conv1D and whatever else calls its one matrix "weight"
     if isinstance(module, nn.Linear | nn.Bilinear) and attribute == "weight":
         return "lin", "not selected"
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) or "Norm" in type(module).__name__:
+        return "", "bias or norm"
     if attribute == "weight" and tensor.ndim == 2:
         return "lin", "not selected"
     return "bare", "bare parameter: name it to cluster it"

@@ -54,7 +54,7 @@ class Result:
     snapped: float  # the weights of the file: the nearest centroids
     recalibrated: float  # the same, with batch-norm statistics of its own
     loaded: float  # read back from the file
-    size: dkm.file.Size
+    size: dkm.Plan  # with .file_bytes
     file: Path
 
 

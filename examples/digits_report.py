@@ -65,13 +65,13 @@ def draw(model: nn.Module, results: list, path, colors: dict = LIGHT) -> None:
     fore, back = colors["fore"], colors["back"]
     style = {f"{part}.color": fore for part in ("text", "xtick", "ytick")}
     style |= {"axes.edgecolor": fore, "axes.labelcolor": fore, "axes.facecolor": back, "figure.facecolor": back}
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "font.size": 11, "axes.titlesize": 12}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "font.size": 12, "axes.titlesize": 12}
     with rc_context(style):
-        figure = Figure(figsize=(8, 3.5 * len(results)), layout="constrained")
+        figure = Figure(figsize=(7.2, 3.2 * len(results)), layout="constrained")
         axes = figure.subplots(len(results), 2, squeeze=False)
         for result, (left, right) in zip(results, axes, strict=True):
             show_layer(left, right, model, result, colors)
-        figure.savefig(path, dpi=130, format="png")
+        figure.savefig(path, dpi=150, format="png")
 
 
 @torch.no_grad()
@@ -81,21 +81,20 @@ def show_layer(left, right, model: nn.Module, result, colors: dict) -> None:
     trained, clustered = parametrization.original, parametrization[0]
     C, codes = clustered.codes(trained)
     before = getattr(model, LAYER).weight.flatten()
-    left.set_title(f"{LAYER} in float32: {len(before):,} weights")
-    right.set_title(f"trained with {result.text}: {len(C)} {'values' if clustered.dim == 1 else 'vectors'}")
+    left.set_title(f"{LAYER}, float32 weights")
+    right.set_title(f"{result.text} trained: {len(C)} centroids")
     limit = 1.05 * float(max(before.abs().max(), trained.abs().max()))
     if clustered.dim == 1:
         for axis, values in ((left, before), (right, trained.flatten())):
-            axis.hist(values.numpy(), bins=100, range=(-limit, limit), color=colors["weights"])
+            axis.hist(values.numpy(), bins=100, range=(-limit, limit), color=colors["weights"], histtype="stepfilled")
             axis.set(xlabel="weight", ylabel="how many", xlim=(-limit, limit))
-        for i, (c, count) in enumerate(zip(C.flatten().tolist(), codes.bincount(minlength=len(C)), strict=True)):
-            label = "centroids" if i == 0 else None
-            right.axvline(c, color=colors["centroids"], linewidth=1.3, linestyle=(0, (4, 3)), label=label)
+            axis.margins(y=0.12)
+        for c, count in zip(C.flatten().tolist(), codes.bincount(minlength=len(C)), strict=True):
+            right.axvline(c, color=colors["centroids"], linewidth=1.3, linestyle=(0, (4, 3)))
             right.annotate(
-                f"{100 * count / len(codes):.0f} %", (c, 1), (3, -10), xycoords=("data", "axes fraction"),
-                textcoords="offset points", color=colors["centroids"], fontsize=9,
+                f"{100 * count / len(codes):.0f} %", (c, 1), (2, -8), xycoords=("data", "axes fraction"),
+                textcoords="offset points", color=colors["centroids"], fontsize=8,
             )  # fmt: skip
-        right.legend(frameon=False, loc="upper right", fontsize=9)
     else:
         for axis, values in ((left, before), (right, trained.flatten())):
             x, y = values[: values.numel() // clustered.dim * clustered.dim].view(-1, clustered.dim)[:, :2].T.numpy()
@@ -103,10 +102,9 @@ def show_layer(left, right, model: nn.Module, result, colors: dict) -> None:
             axis.set(xlabel=f"first of {clustered.dim} weights", ylabel="second", aspect="equal")
             axis.set(xlim=(-limit, limit), ylim=(-limit, limit))
         x, y = C[:, :2].T.float().numpy()
-        right.scatter(x, y, s=46, marker="x", color=colors["centroids"], label="centroids")
-        right.legend(frameon=False, loc="upper right", fontsize=9)
+        right.scatter(x, y, s=46, marker="x", color=colors["centroids"])
     for axis in (left, right):
-        axis.locator_params("x", nbins=5)
+        axis.locator_params("x", nbins=4)
         axis.locator_params("y", nbins=5)
 
 
@@ -142,7 +140,7 @@ tr.part th {{ padding-top: .9rem; color: var(--mark); font-weight: 600; }}
 td.name, code {{ font-family: ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monospace; font-size: .88em; }}
 pre {{ margin: .4rem 0; font-size: .85rem; overflow-x: auto; }}
 td.why, th.why {{ text-align: left; padding-left: 1rem; }}
-img {{ display: block; width: 100%; min-width: 30rem; height: auto; }}
+img {{ display: block; width: 100%; height: auto; }}
 @media (max-width: 34rem) {{ table {{ font-size: .82rem; }} th, td {{ padding: .3rem .25rem; }}
   .wide {{ display: none; }} .card {{ padding: .4rem .5rem; }} }}
 </style>
@@ -158,8 +156,8 @@ rebuild the weights, running statistics included.</small></p>
 <div class="card"><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">
 <img src="{light}" alt="The weights of {layer} before compression and after, with the centroids"></picture></div>
 <p><small>Right: the weights that the optimizer trains. They gather around the centroids; the file holds, for each,
-only which centroid is nearest. With <code>4/4</code> a centroid stands for four neighbouring weights; the picture
-shows two of the four.</small></p>
+only which centroid is nearest. The percentages say how many have which. With <code>4/4</code> a centroid stands for
+four neighbouring weights; the picture shows two of the four.</small></p>
 {plans}
 <h2>Again</h2>
 <div class="card"><pre>python examples/digits.py --epochs {epochs} --seed {seed}</pre></div>
@@ -172,6 +170,8 @@ shows two of the four.</small></p>
 
 def write_html(cells: Table, model: nn.Module, results: list, path: Path, epochs: int, seed: int) -> None:
     """One file that needs nothing else: the picture is inside, for light and for dark."""
+    dark = io.BytesIO()
+    draw(model, results, dark, DARK)
     images = int(next(row[0] for row in cells if len(row) == 1).split()[2])
     introduction = (
         f"Trained on scikit-learn's digits in float32, then compressed with dkm for {epochs} epochs: once to "
@@ -183,8 +183,8 @@ def write_html(cells: Table, model: nn.Module, results: list, path: Path, epochs
             introduction=html.escape(introduction),
             table=_html_table(cells),
             one=100 / images,
-            light=_embedded(model, results, LIGHT),
-            dark=_embedded(model, results, DARK),
+            light=_embedded(path.with_name("weights.png").read_bytes()),
+            dark=_embedded(dark.getvalue()),
             layer=LAYER,
             plans="\n".join(map(_html_plan, results)),
             epochs=epochs,
@@ -195,10 +195,8 @@ def write_html(cells: Table, model: nn.Module, results: list, path: Path, epochs
     )
 
 
-def _embedded(model: nn.Module, results: list, colors: dict) -> str:
-    buffer = io.BytesIO()
-    draw(model, results, buffer, colors)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+def _embedded(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def _html_table(cells: Table) -> str:

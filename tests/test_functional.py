@@ -236,8 +236,16 @@ def test_compiles_without_graph_breaks():
 def test_operator_is_registered_properly():
     W, C, _ = problem(31, 2, 4)
     torch.library.opcheck(
-        torch.ops.dkm.cluster_blocked.default,
-        (W.reshape(-1).clone().requires_grad_(), C, torch.tensor(1e-3, dtype=W.dtype), 1e-4, 3, "sqeuclidean"),
+        torch.ops.dkm.cluster.default,
+        (
+            W.reshape(-1).clone().requires_grad_(),
+            C,
+            torch.tensor(1e-3, dtype=W.dtype),
+            1e-4,
+            3,
+            "sqeuclidean",
+            "blocked",
+        ),
     )
 
 

@@ -168,11 +168,12 @@ def _scratch(C: Tensor, w: Tensor) -> Tensor:
 
 
 def forward(W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str):
-    """`(N,), (k, d) -> W_tilde (N,), C_next, iterations, trail`; see the package's docstring."""
+    """`(N,), (k, d) -> W_tilde (N,), iterations, trail`; see the package's docstring."""
     dtype = compute_dtype(W.dtype)
     C, tau = C.to(dtype), float(tau)
     vectors = _Vectors(W, *C.shape, dtype)
-    trail = C.new_zeros(max_iter, C.shape[0], C.shape[1] + 1)
+    trail = C.new_zeros(max_iter + 1, C.shape[0], C.shape[1] + 1)
+    trail[0, :, :-1] = C
     W_tilde = torch.zeros_like(W)
     for iteration in range(1, max_iter + 1):
         last = iteration == max_iter
@@ -180,14 +181,14 @@ def forward(W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric
         sums = _sums(W, vectors, attention, W_tilde if last else None)
         mass = sums[:, -1:]
         C_next = torch.where(mass <= no_mass(dtype), C, sums[:, :-1] / mass)
-        trail[iteration - 1] = torch.cat([C, mass], dim=1)
+        trail[iteration] = torch.cat([C_next, mass], dim=1)
         if last:
             break
         if bool((C_next - C).abs().amax() <= eps):
             _sums(W, vectors, attention, W_tilde)  # that this iteration was the last was not known before it
             break
         C = C_next
-    return W_tilde, C_next, torch.tensor(iteration, device=W.device), trail
+    return W_tilde, torch.tensor(iteration, device=W.device), trail
 
 
 def _sums(W: Tensor, vectors: _Vectors, attention: _Attention, W_tilde: Tensor | None) -> Tensor:
@@ -216,7 +217,7 @@ def backward(G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tenso
     dW = torch.zeros_like(W, dtype=dtype)
     dC = _through_output(G, W, dW, vectors, _Attention(trail[r - 1, :, :d], tau, metric))
     for t in range(r - 2, -1, -1):
-        C, mass, C_next = trail[t, :, :d], trail[t, :, d:], trail[t + 1, :, :d]
+        C, C_next, mass = trail[t, :, :d], trail[t + 1, :, :d], trail[t + 1, :, d:]
         empty = mass <= no_mass(dtype)
         H = torch.where(empty, 0.0, dC / mass)
         stayed = torch.where(empty, dC, 0.0)

@@ -42,6 +42,7 @@ def _row(layer: Layer, contenders: dict[str, Callable], device: str, rounds: int
             row[name] = str(reason)
         except OutOfMemory:
             row[name] = f"over {limit // MIB:,} MiB"
+    _check_same(layer)
     for part in ("W_tilde", "dW"):
         row[f"{part}_difference"] = _difference(layer, results, part)
     if "coremltools" in results:
@@ -54,14 +55,23 @@ def _row(layer: Layer, contenders: dict[str, Callable], device: str, rounds: int
     return row
 
 
+def _check_same(layer: Layer) -> None:
+    """In float64 autograd arrives where we do: whatever differs in float32 is rounding."""
+    small = Layer.make(min(layer.W.numel(), 192 * 192), layer.bits, layer.dim, str(layer.W.device)).double()
+    truth = ours(small, ITERATIONS)()
+    for contender in (unrolled, tuned):
+        differences = [relative(*pair) for pair in zip(contender(small, ITERATIONS)(), truth, strict=True)]
+        assert max(differences) < 1e-8, f"{layer.name}: {contender.__name__} is something else, {differences}"
+
+
 def _difference(layer: Layer, results: dict[str, Result], part: str) -> float | None:
-    """The relative difference between ours and autograd's, the larger one; raises if that is not rounding."""
+    """The relative difference in float32 between ours and autograd's, the larger one."""
     others = [results[name] for name in ("unrolled", "tuned") if name in results]
     if not others:
         return None
     largest = max(relative(getattr(other, part), getattr(results["ours"], part)) for other in others)
-    # Logits of 1e4 and more leave few digits to the attention, and the gradient passes through all of them.
-    assert largest < (1e-4 if part == "W_tilde" else 2e-2), f"{layer.name}: {part} differs by {largest:.1e}"
+    # Not 1e-7: logits of 1e4 and more leave few digits to the attention, and A^T W adds up all weights in a row.
+    assert largest < (2e-3 if part == "W_tilde" else 2e-2), f"{layer.name}: {part} differs by {largest:.1e}"
     return largest
 
 
@@ -83,7 +93,7 @@ def text(rows: list[dict]) -> str:
         "",
         "Milliseconds, medians of alternating repeats.  unrolled: plain autograd, distances by a matrix",
         "product; tuned: the same, as fast as we could write it in autograd.  diff: relative difference",
-        "between ours and those two, the larger one.",
+        "between ours and those two, the larger one: rounding (in float64 they agree to 1e-8).",
     ]
     if "coremltools" in others:
         apart = max(row.get("centroid_difference", 0.0) for row in rows)

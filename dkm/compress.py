@@ -93,20 +93,20 @@ def snap_(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> nn.Module:
     `load(save(model, dtype=dtype))` gives.  Buffers, running statistics among them, stay as they are.
     """
     check_dtype(dtype)
+    # All values first: taking one parametrization off may make a module read, and so cluster, another weight.
+    dense = {}
     for owned in parameters(model):
         clustered = owned.clustered
-        if clustered is None:
-            owned.tensor.copy_(rounded(owned.tensor, dtype))
-            continue
-        dense = clustered.snapped(owned.tensor)
-        for module, attribute in owned.owners:
+        dense[owned.tensor] = rounded(owned.tensor, dtype) if clustered is None else clustered.snapped(owned.tensor)
+    for owned in parameters(model):
+        for module, attribute in owned.owners if owned.clustered is not None else ():
             # A deep copy shares its class with the original, and the attribute lives on that class:
             # without a class of its own, this would take the attribute away from the original too.
             cls = type(module)
             module.__class__ = type(cls.__name__, cls.__bases__, dict(cls.__dict__))
             parametrize.remove_parametrizations(module, attribute, leave_parametrized=False)
             _unshare_reads(module)
-        owned.tensor.copy_(dense)
+        owned.tensor.copy_(dense[owned.tensor])
     return model
 
 

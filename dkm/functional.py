@@ -65,7 +65,7 @@ def cluster(
             V_tilde, C_next, iterations = reference.cluster(V, C.to(dtype), tau, eps, max_iter, metric)
         return Clustering(from_vectors(V_tilde.to(W.dtype), W.shape), C_next, iterations)
     if impl == "auto":
-        impl = "triton" if W.is_cuda and _has_triton() and dtype == torch.float32 and C.shape[1] <= 64 else "blocked"
+        impl = "triton" if W.is_cuda and _has_triton() and _kernels("triton").fits(W, C.shape[1]) else "blocked"
     W_tilde, iterations, trail = _cluster(W.reshape(-1), C, tau, eps, max_iter, metric, impl)
     C_next = trail.detach().index_select(0, iterations.view(1))[0, :, :-1].contiguous()
     return Clustering(W_tilde.view(W.shape), C_next, iterations)

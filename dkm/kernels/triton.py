@@ -28,8 +28,10 @@ from torch import Tensor
 
 from .reference import no_mass
 
-PRECISION = "tf32x3"  # of matrix products: three passes of the tensor cores, close to float32
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# of matrix products: float32 as three parts of bfloat16, and the six of their products that matter
+PRECISION = "ieee" if INTERPRETED else "bf16x6"
+MAX_D = 64
 
 
 @triton.jit
@@ -412,28 +414,10 @@ def _logit_rows(C, ks, K, scale, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _update_rows(C_next, dC, ks, K, no_mass, D: tl.constexpr, DP: tl.constexpr):
-    """H = dC' / mass, `(BK, DP)`, and the same with -H.C' in column D, which gives dA = H (w - C')."""
+    """H = dC' / mass with -H.C' in column D, `(BK, DP)`: times `_rows`, it gives dA = H (w - C')."""
     h = _centroid_rows(dC, ks, K, D, D, DP) * _inverse_mass(C_next, ks, K, no_mass, D)[:, None]
     offset = tl.sum(h * _centroid_rows(C_next, ks, K, D + 1, D, DP), 1)
-    return h, tl.where((tl.arange(0, DP) == D)[None, :], -offset[:, None], h)
-
-
-@triton.jit
-def _row_statistics(
-    x, C, K, scale, D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """The first tile of logits, `(BN, BK)`; each vector's largest logit and softmax denominator."""
-    q = _logit_rows(C, tl.arange(0, BK), K, scale, D, DP)
-    S = tl.dot(x, tl.trans(q), input_precision=PRECISION)
-    top = tl.max(S, 1)
-    z = tl.sum(tl.exp2(S - top[:, None]), 1)
-    for tile in range(1, NK):
-        q = _logit_rows(C, tile * BK + tl.arange(0, BK), K, scale, D, DP)
-        other = tl.dot(x, tl.trans(q), input_precision=PRECISION)
-        higher = tl.maximum(top, tl.max(other, 1))
-        z = z * tl.exp2(top - higher) + tl.sum(tl.exp2(other - higher[:, None]), 1)
-        top = higher
-    return S, top, z
+    return tl.where((tl.arange(0, DP) == D)[None, :], -offset[:, None], h)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -455,20 +439,27 @@ def _product_pass(
     for first in range(program * BN, n, tl.num_programs(0) * BN):
         rows = first + tl.arange(0, BN)
         x = _rows(W, N, rows, True, D, DP)
-        S, top, z = _row_statistics(x, C, K, scale, D, DP, BK, NK, PRECISION)
+        # the vectors' side: softmax, and averages of the centroids
+        top = tl.full((BN,), -1e38, tl.float32)
+        z = tl.zeros((BN,), tl.float32)
+        averages = tl.zeros((BN, DP), tl.float32)
+        for tile in range(NK):
+            ks = tile * BK + tl.arange(0, BK)
+            S = tl.dot(x, tl.trans(_logit_rows(C, ks, K, scale, D, DP)), input_precision=PRECISION)
+            higher = tl.maximum(top, tl.max(S, 1))
+            P = tl.exp2(S - higher[:, None])
+            fade = tl.exp2(top - higher)
+            z = z * fade + tl.sum(P, 1)
+            if OUTPUT:
+                c = _centroid_rows(C, ks, K, D + 1, D, DP)
+                averages = tl.dot(P, c, averages * fade[:, None], input_precision=PRECISION)
+            top = higher
         share = tl.where(rows < n, 1.0 / z, 0.0)
         if OUTPUT:
-            averages = tl.zeros((BN, DP), tl.float32)
-            for tile in range(NK):
-                ks = tile * BK + tl.arange(0, BK)
-                if NK > 1:
-                    q = _logit_rows(C, ks, K, scale, D, DP)
-                    S = tl.dot(x, tl.trans(q), input_precision=PRECISION)
-                A = tl.exp2(S - top[:, None]) * share[:, None]
-                c = _centroid_rows(C, ks, K, D + 1, D, DP)
-                averages = tl.dot(A, c, averages, input_precision=PRECISION)
             at = rows[:, None] * D + cols[None, :]
+            averages = averages * share[:, None]
             tl.store(W_tilde + at, averages.to(W_tilde.dtype.element_ty), mask=(cols < D)[None, :] & (at < N))
+        # the centroids' side
         for tile in range(NK):
             q = _logit_rows(C, tile * BK + tl.arange(0, BK), K, scale, D, DP)
             St = tl.dot(q, tl.trans(x), input_precision=PRECISION)
@@ -506,52 +497,51 @@ def _product_gradient(
     for first in range(program * BN, n, tl.num_programs(0) * BN):
         rows = first + tl.arange(0, BN)
         x = _rows(W, N, rows, True, D, DP)
-        S, top, z = _row_statistics(x, C, K, scale, D, DP, BK, NK, PRECISION)
-        share = tl.where(rows < n, 1.0 / z, 0.0)
         if UPDATE:
-            y = x  # dA = R y: (C^T) g, or [H, -H.C'] [w, 1]
+            y = x  # dA = R y: C g, or [H, -H.C'] [w, 1]
         else:
             y = _rows(G, N, rows, False, D, DP)
-        mean = tl.zeros((BN,), tl.float32)
+        # the vectors' side: A R, A C and (A dA) C, in one walk with an online softmax
+        top = tl.full((BN,), -1e38, tl.float32)
+        z = tl.zeros((BN,), tl.float32)
+        AC = tl.zeros((BN, DP), tl.float32)
+        AR = tl.zeros((BN, DP), tl.float32)
+        AdAC = tl.zeros((BN, DP), tl.float32)
         for tile in range(NK):
             ks = tile * BK + tl.arange(0, BK)
-            if NK > 1:
-                q = _logit_rows(C, ks, K, scale, D, DP)
-                S = tl.dot(x, tl.trans(q), input_precision=PRECISION)
-            A = tl.exp2(S - top[:, None]) * share[:, None]
-            if UPDATE:
-                h, R = _update_rows(C_next, dC, ks, K, no_mass, D, DP)
-            else:
-                R = _centroid_rows(C, ks, K, D + 1, D, DP)
-            mean += tl.sum(A * tl.dot(y, tl.trans(R), input_precision=PRECISION), 1)
-        dw = tl.zeros((BN, DP), tl.float32)
-        for tile in range(NK):
-            ks = tile * BK + tl.arange(0, BK)
+            S = tl.dot(x, tl.trans(_logit_rows(C, ks, K, scale, D, DP)), input_precision=PRECISION)
+            higher = tl.maximum(top, tl.max(S, 1))
+            P = tl.exp2(S - higher[:, None])
+            fade = tl.exp2(top - higher)
+            top = higher
+            z = z * fade + tl.sum(P, 1)
             c = _centroid_rows(C, ks, K, D + 1, D, DP)
-            if NK > 1:
-                q = _logit_rows(C, ks, K, scale, D, DP)
-                S = tl.dot(x, tl.trans(q), input_precision=PRECISION)
-            A = tl.exp2(S - top[:, None]) * share[:, None]
+            AC = tl.dot(P, c, AC * fade[:, None], input_precision=PRECISION)
             if UPDATE:
-                h, R = _update_rows(C_next, dC, ks, K, no_mass, D, DP)
+                R = _update_rows(C_next, dC, ks, K, no_mass, D, DP)
+                AR = tl.dot(P, R, AR * fade[:, None], input_precision=PRECISION)
             else:
                 R = c
-            e = A * (tl.dot(y, tl.trans(R), input_precision=PRECISION) - mean[:, None])
-            dw = tl.dot(e * slope, c, dw, input_precision=PRECISION)
-            if UPDATE:
-                dw = tl.dot(A, h, dw, input_precision=PRECISION)
+            P = P * tl.dot(y, tl.trans(R), input_precision=PRECISION)
+            AdAC = tl.dot(P, c, AdAC * fade[:, None], input_precision=PRECISION)
+        share = tl.where(rows < n, 1.0 / z, 0.0)
+        if not UPDATE:
+            AR = AC
+        mean = tl.sum(y * AR, 1) * share  # sum_j A dA
+        dw = (AdAC - mean[:, None] * AC) * (slope * share)[:, None]
         at = rows[:, None] * D + cols[None, :]
         mask = (cols < D)[None, :] & (at < N)
         if UPDATE:
-            dw += tl.load(dW + at, mask=mask, other=0.0)
+            dw += AR * share[:, None] + tl.load(dW + at, mask=mask, other=0.0)
         tl.store(dW + at, dw, mask=mask)
+        # the centroids' side
         for tile in range(NK):
             ks = tile * BK + tl.arange(0, BK)
-            c = _centroid_rows(C, ks, K, D + 1, D, DP)
             q = _logit_rows(C, ks, K, scale, D, DP)
             At = tl.exp2(tl.dot(q, tl.trans(x), input_precision=PRECISION) - top[None, :]) * share[None, :]
+            c = _centroid_rows(C, ks, K, D + 1, D, DP)
             if UPDATE:
-                h, R = _update_rows(C_next, dC, ks, K, no_mass, D, DP)
+                R = _update_rows(C_next, dC, ks, K, no_mass, D, DP)
             else:
                 R = c
             et = At * (tl.dot(R, tl.trans(y), input_precision=PRECISION) - mean[None, :]) * slope
@@ -589,6 +579,11 @@ def _centroid_gradient(
     tl.store(at, total, mask=mask)
 
 
+def fits(W: Tensor, d: int) -> bool:
+    """Whether these kernels are for this weight."""
+    return W.dtype in (torch.float32, torch.bfloat16, torch.float16) and d <= MAX_D and W.numel() < 2**31
+
+
 class _Launch:
     """Which family, tile sizes and grids for n vectors, k centroids, d dimensions."""
 
@@ -601,12 +596,12 @@ class _Launch:
         self.products = d > 1 and not self.euclidean and self.DP * self.BK > 128
         if self.products:
             self.DP = max(16, self.DP)
-            self.BK = max(16, min(self.BK, 256, 8192 // self.DP))
-            self.BN, self.warps = 64, 8 if self.BK > 64 else 4
+            self.BK = max(16, min(self.BK, 64))
+            self.BN, self.warps = 64, 4  # with 8 warps Triton 3.6 makes illegal accesses of it
         else:
             self.BK = min(self.BK, 256, max(2, 128 // self.DP) if d > 1 else 256)
             self.warps = 8 if self.BK >= 128 else 4
-            self.BN = max(16, min(1024, 32 * self.warps * max(16, 64 // self.DP) // self.BK))
+            self.BN = max(16, min(1024, 32 * self.warps * (32 if self.BK >= 128 else max(16, 128 // self.DP)) // self.BK))
         self.NK = -(-k // self.BK)
         tiles = -(-self.n // self.BN)
         self.programs = min(tiles, 3 if INTERPRETED else 4 * _processors(W.device))
@@ -641,6 +636,13 @@ def _processors(device: torch.device) -> int:
 def forward(W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str):
     """`(N,), (k, d) -> W_tilde (N,), iterations, trail`; see the package's docstring."""
     k, d = C.shape
+    if not (W.is_cuda or INTERPRETED):
+        raise ValueError(f'impl="triton" needs a GPU, and the weight is on {W.device}: use impl="auto"')
+    if not fits(W, d):
+        raise ValueError(
+            f'impl="triton" computes in float32, for d up to {MAX_D} and under 2^31 weights; '
+            f'got {W.dtype}, d = {d}, {W.numel()} weights: use impl="auto"'
+        )
     launch = _Launch(W, k, d, metric)
     trail = torch.empty(max_iter + 1, k, d + 1, device=W.device)
     trail[0, :, :d] = C

@@ -1,0 +1,172 @@
+"""The GPU kernels against float64: on a GPU where there is one, else through Triton's interpreter."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from dkm import assign, cluster, init_centroids
+from dkm.functional import METRICS, from_vectors, to_vectors
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# numpy's opinion of inf - inf in lanes that are masked out, and of 1 / 0 that is not used
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+def run(W: Tensor, C: Tensor, G: Tensor, impl: str, **options) -> tuple[dict[str, Tensor], int]:
+    W, C = W.clone().requires_grad_(), C.clone().requires_grad_()
+    W_tilde, C_next, iterations = cluster(W, C, impl=impl, **options)
+    dW, dC = torch.autograd.grad(W_tilde, (W, C), G)
+    return {"W_tilde": W_tilde.detach(), "C": C_next, "dW": dW, "dC": dC}, int(iterations)
+
+
+def error(got: Tensor, wanted: Tensor, scale: Tensor | None = None) -> float:
+    size = wanted.norm() if scale is None else torch.maximum(wanted.norm(), scale.double().norm())
+    return float((got.double() - wanted).norm() / size.clamp(min=1e-300))
+
+
+def unrolled(W: Tensor, C: Tensor, G: Tensor, tau: float, max_iter: int) -> dict[str, Tensor]:
+    """What one would write: logits by a matrix product, and autograd."""
+    V = to_vectors(W, C.shape[1]).clone().requires_grad_()
+    C = start = C.clone().requires_grad_()
+    for _ in range(max_iter):
+        A, before = torch.softmax((2 * V @ C.T - C.square().sum(1)) / tau, 1), C
+        C = (A.T @ V) / A.sum(0)[:, None]
+    V_tilde = A @ before
+    dV, dC = torch.autograd.grad(V_tilde, (V, start), to_vectors(G, C.shape[1]))
+    return {
+        "W_tilde": from_vectors(V_tilde.detach(), W.shape), "C": C.detach(), "dW": from_vectors(dV, W.shape), "dC": dC
+    }  # fmt: skip
+
+
+def assert_close_to_float64(W: Tensor, C: Tensor, G: Tensor, **options) -> None:
+    """About as close to float64 as float32 allows: four times the error of the literal or the unrolled form in
+    float32, or of the exact form on weights that differ in the last bit of float32, whichever is largest."""
+    wanted, wanted_iterations = run(W.double(), C.double(), G.double(), "reference", **options)
+    literal, _ = run(W.float(), C.float(), G.float(), "reference", **options)
+    nudge = 1 + 2**-24 * torch.randn_like(W, dtype=torch.float64)
+    nudged, _ = run(W.double() * nudge, C.double(), G.double(), "reference", **options)
+    got, iterations = run(W, C, G, "triton", **options)
+    if options["eps"] > 0:  # at 0, which iteration moves nothing is a matter of rounding
+        assert iterations == wanted_iterations
+    others = [literal, nudged]
+    if options.get("metric") != "euclidean":
+        others.append(unrolled(W.float(), C.float(), G.float(), options["tau"], wanted_iterations))
+    unit = torch.finfo(W.dtype).eps if W.element_size() == 2 else 2**-22
+    for name in wanted:
+        # gradients are sums over G: where they cancel to nothing, G's size is what rounding is relative to
+        scale = G if name.startswith("d") else None
+        floor = max(error(other[name], wanted[name], scale) for other in others)
+        assert error(got[name], wanted[name], scale) <= 4 * floor + unit, name
+
+
+def problem(n: int, d: int, k: int, dtype=torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    W = (torch.randn(n, d) * 0.05).to(dtype)
+    C = init_centroids(W, k) + 0.005 * torch.randn(k, d)
+    return W.to(DEVICE), C.to(DEVICE), torch.randn(n, d).to(dtype).to(DEVICE)
+
+
+# few and many centroids, one and several tiles of them, ragged tiles of vectors, both families
+SHAPES = [
+    (1, 1, 7),
+    (3, 1, 1025),
+    (16, 1, 301),
+    (200, 1, 233),
+    (300, 1, 333),
+    (2, 3, 257),
+    (16, 4, 130),
+    (5, 7, 65),
+    (32, 2, 129),
+    (33, 8, 71),
+    (70, 10, 150),
+    (130, 16, 140),
+    (20, 33, 50),
+]
+
+
+@pytest.mark.parametrize(
+    ("k", "d", "n", "metric"),
+    # the plain distance walks over many small tiles: minutes in the interpreter
+    [(*s, m) for s in SHAPES for m in METRICS if DEVICE == "cuda" or m == "sqeuclidean" or s[0] * s[1] <= 600],
+)
+def test_equals_float64(k, d, n, metric):
+    W, C, G = problem(n, d, k)
+    tau = 2e-3 if metric == "sqeuclidean" else 2e-2
+    assert_close_to_float64(W, C, G, tau=tau, eps=1e-9, max_iter=3, metric=metric)
+
+
+@pytest.mark.parametrize("temperature", [10.0, 2.0, 0.1])
+@pytest.mark.parametrize(("k", "d"), [(8, 1), (70, 1), (16, 4), (40, 8)])
+def test_tiny_and_large_tau(k, d, temperature):
+    W, C, G = problem(290, d, k)
+    tau = temperature * float((W - C[assign(W, C)]).square().mean())
+    assert_close_to_float64(W, C, G, tau=tau, eps=0, max_iter=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("k", "d"), [(8, 1), (40, 8)])
+def test_16_bit_weights(k, d, dtype):
+    assert_close_to_float64(*problem(200, d, k, dtype), tau=2e-3, eps=0, max_iter=3)
+
+
+@pytest.mark.parametrize(("k", "d"), [(8, 1), (40, 4)])
+def test_stops_when_the_reference_stops(k, d):
+    W, C, G = problem(130, d, k)
+    centroids = [C, *(cluster(W, C, tau=1e-3, eps=0, max_iter=i, impl="reference").C for i in range(1, 5))]
+    moves = [float((b - a).abs().max()) for a, b in pairwise(centroids)]
+    stops = set()
+    for eps in [(larger * smaller) ** 0.5 for larger, smaller in pairwise(moves)]:
+        first = next((i for i, move in enumerate(moves, start=1) if move <= eps), 5)
+        assert_close_to_float64(W, C, G, tau=1e-3, eps=eps, max_iter=5)
+        assert int(cluster(W, C, tau=1e-3, eps=eps, max_iter=5, impl="triton").iterations) == first
+        stops.add(first)
+    assert len(stops) > 1
+
+
+@pytest.mark.parametrize("d", [1, 8])
+def test_centroid_without_mass_stays(d):
+    W = torch.randn(60, d, device=DEVICE) * 0.01
+    C = torch.cat([W[:40], torch.full((1, d), 100.0, device=DEVICE)])
+    got, _ = run(W, C, torch.randn_like(W), "triton", tau=1e-4, eps=0.0)
+    assert torch.equal(got["C"][-1], C[-1])
+    assert all(value.isfinite().all() for value in got.values())
+
+
+@pytest.mark.parametrize("d", [1, 3, 8])
+def test_padding_and_strides(d):
+    W = torch.randn(7, 33, device=DEVICE).t() * 0.05
+    C = torch.randn(40, d, device=DEVICE) * 0.05
+    assert_close_to_float64(W, C, torch.randn(7, 33, device=DEVICE).t(), tau=2e-3, eps=0, max_iter=3)
+
+
+def test_same_result_every_time():
+    W, C, G = problem(150, 8, 70)
+    first, second = (run(W, C, G, "triton", tau=1e-3)[0] for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_it_cannot_do_says_so():
+    W, C, _ = problem(8, 2, 2)
+    with pytest.raises(ValueError, match="computes in float32"):
+        cluster(W.double(), C.double(), tau=1e-3, impl="triton")
+    with pytest.raises(ValueError, match="d = 65"):
+        cluster(torch.randn(4, 65, device=DEVICE), torch.randn(2, 65, device=DEVICE), tau=1e-3, impl="triton")
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_a_training_step_can_be_captured_in_a_graph():
+    W, C, G = problem(5000, 4, 16)
+    W.requires_grad_()
+    wanted = torch.autograd.grad(cluster(W, C, tau=1e-3).W_tilde, W, G)[0]
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(cluster(W, C, tau=1e-3).W_tilde, W, G)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        got = torch.autograd.grad(cluster(W, C, tau=1e-3).W_tilde, W, G)[0]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(got, wanted)

@@ -8,10 +8,11 @@ import torch
 
 import benchmarks
 
-from . import accuracy, init, memory, speed
+from . import accuracy, cuda, init, memory, speed
 from .measure import DEVICES, environment
 
-SECTIONS = dict(speed=speed, init=init, memory=memory, accuracy=accuracy)
+SECTIONS = dict(speed=speed, init=init, memory=memory, accuracy=accuracy, gpu=cuda)
+OF_DEVICE = dict(cpu=["speed", "init", "memory", "accuracy"], cuda=["gpu"])
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="small layers, few repeats: a smoke test")
-    parser.add_argument("--only", choices=list(SECTIONS), action="append", help="this section (may be repeated)")
+    parser.add_argument("--only", choices=OF_DEVICE["cpu"], action="append", help="this section (may be repeated)")
     parser.add_argument("--device", choices=list(DEVICES), default="cpu")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds for an initialisation (%(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice; 1 with --quick)")
@@ -38,7 +39,7 @@ def main() -> None:
         flush=True,
     )
     numbers: dict[str, object] = dict(environment=machine, quick=arguments.quick)
-    for name in arguments.only or SECTIONS:
+    for name in arguments.only or OF_DEVICE[arguments.device]:
         options = dict(limit=arguments.patience) if name == "init" else {}
         numbers[name] = rows = SECTIONS[name].run(arguments.device, arguments.quick, **options)
         print(f"\n{SECTIONS[name].text(rows)}", flush=True)

@@ -35,8 +35,8 @@ def ours(layer: Layer, iterations: int, impl: str = "auto") -> Step:
 
     def step() -> Result:
         found = dkm.cluster(W, layer.C, tau=layer.tau, eps=0, max_iter=iterations, impl=impl)
-        assert int(found.iterations) == iterations
         (dW,) = torch.autograd.grad(found.W_tilde, W, layer.G)
+        assert int(found.iterations) == iterations  # at the end: it waits for a GPU
         return Result(found.W_tilde.detach(), dW, found.C)
 
     return step
@@ -115,14 +115,13 @@ def coremltools(layer: Layer, iterations: int) -> Step:
 
     `weight_fake_quant(weight)` is what the prepared layer's forward pass calls before its matrix product.
     The options are its defaults but for those that state the problem: bits, dim, tau, the number of
-    iterations, and an epsilon that no change of inertia falls below.
+    iterations, an epsilon that no change of inertia falls below, and no pruning.
 
     Two things remain that are its own: W_tilde = A C with the *updated* C (so the gradient passes through
-    one more update), and attention clamped to at least 1e-7.
+    one more update), and attention clamped to at least 1e-7 (without the clamp its centroids are ours).
     """
-    fake, weight = _palettizer(
-        layer.W, layer.bits, layer.dim, kmeans_max_iter=iterations, palett_epsilon=-1.0, palett_tau=layer.tau
-    )
+    options = dict(kmeans_max_iter=iterations, palett_epsilon=-1.0, palett_tau=layer.tau, prune_threshold=0.0)
+    fake, weight = _palettizer(layer.W, layer.bits, layer.dim, **options)
     G = _as_weight(layer.G)
 
     checked = False

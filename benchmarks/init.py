@@ -48,7 +48,7 @@ def _row(W: torch.Tensor, bits: int, dim: int, init: str, device: str, limit: fl
     except Unavailable as reason:
         row["coremltools"] = str(reason)
     except OutOfPatience:
-        row["coremltools"] = f"> {limit:,.0f}, stopped"
+        row["coremltools"] = f"> {digits(limit)}, stopped"
     except OutOfMemory:
         row["coremltools"] = "out of memory"
     return row

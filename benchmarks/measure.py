@@ -25,7 +25,7 @@ from dkm.functional import to_vectors
 MIB, GIB = 1 << 20, 1 << 30
 
 # What it takes to know that the work on a device is done: a new device starts with an entry here.
-DEVICES: dict[str, Callable[[], None]] = {"cpu": lambda: None}
+DEVICES: dict[str, Callable[[], None]] = {"cpu": lambda: None, "cuda": torch.cuda.synchronize}
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def environment(device: str) -> dict[str, str]:
     return {
         "date": date.today().isoformat(),
         "device": device,
-        "cpu": _cpu(),
+        "cpu": torch.cuda.get_device_name() if device == "cuda" else _cpu(),
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
         "load": f"{os.getloadavg()[0]:.1f}",

@@ -93,7 +93,7 @@ def text(rows: list[dict]) -> str:
         "",
         "Milliseconds, medians of alternating repeats.  unrolled: plain autograd, distances by a matrix",
         "product; tuned: the same, as fast as we could write it in autograd.  diff: relative difference",
-        "between ours and those two, the larger one: rounding (in float64 they agree to 1e-8).",
+        "between ours and those two, the larger one: rounding (a small layer in float64 agrees to 1e-8).",
     ]
     if "coremltools" in others:
         apart = max(row.get("centroid_difference", 0.0) for row in rows)

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import math
 from numbers import Real
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -58,22 +59,16 @@ def cluster(
     """
     _check_cluster(W, C, tau, eps, max_iter, metric, impl)
     dtype = blocked.compute_dtype(W.dtype)
-    tau = torch.as_tensor(tau, dtype=dtype, device=W.device)
+    # filled on the device: a copy from the host could not be captured in a graph
+    tau = tau.to(W.device, dtype) if isinstance(tau, Tensor) else torch.full((), tau, dtype=dtype, device=W.device)
     if impl == "reference":
         with torch.autocast(W.device.type, enabled=False):
             V = to_vectors(W, C.shape[1]).to(dtype)
             V_tilde, C_next, iterations = reference.cluster(V, C.to(dtype), tau, eps, max_iter, metric)
         return Clustering(from_vectors(V_tilde.to(W.dtype), W.shape), C_next, iterations)
-    if impl == "auto":
-        impl = "triton" if W.is_cuda and _has_triton() and _kernels("triton").fits(W, C.shape[1]) else "blocked"
     W_tilde, iterations, trail = _cluster(W.reshape(-1), C, tau, eps, max_iter, metric, impl)
     C_next = trail.detach().index_select(0, iterations.view(1))[0, :, :-1].contiguous()
     return Clustering(W_tilde.view(W.shape), C_next, iterations)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def assign(W: Tensor, C: Tensor) -> Tensor:
@@ -136,12 +131,19 @@ def init_centroids(W: Tensor, k: int, *, init: str = "kmeans", seed: int = 0) ->
     return getattr(initialize, init)(W.detach(), k, seed).to(device=W.device, dtype=dtype)
 
 
-def _kernels(impl: str):
-    if impl == "triton":
+def _kernels(impl: str, W: Tensor, d: int) -> ModuleType:
+    """The module that computes, for this weight and centroids of d dimensions."""
+    if impl == "triton" or (impl == "auto" and W.is_cuda and _has_triton()):
         from .kernels import triton
 
-        return triton
+        if impl == "triton" or triton.fits(W, d):
+            return triton
     return blocked
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 # One operator for every implementation: opaque to torch.compile, which then neither unrolls the loop nor
@@ -154,7 +156,7 @@ def _cluster(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Autocast would run the products in 16 bit: at a small tau that is noise, not attention.
     with torch.autocast(W.device.type, enabled=False):
-        return _kernels(impl).forward(W, C, tau, eps, max_iter, metric)
+        return _kernels(impl, W, C.shape[1]).forward(W, C, tau, eps, max_iter, metric)
 
 
 @torch.library.custom_op("dkm::cluster_backward", mutates_args=())
@@ -162,7 +164,7 @@ def _cluster_backward(
     G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tensor, metric: str, impl: str
 ) -> tuple[Tensor, Tensor]:
     with torch.autocast(W.device.type, enabled=False):
-        return _kernels(impl).backward(G, W, trail, iterations, tau, metric)
+        return _kernels(impl, W, trail.shape[2] - 1).backward(G, W, trail, iterations, tau, metric)
 
 
 @_cluster.register_fake

@@ -317,13 +317,9 @@ def _output_gradient(
                 e = tl.where(squared > 0, e / tl.sqrt(squared), 0.0)
             if NK > 1:
                 if tile == 0:
-                    received = _through_distance(
-                        e, A, g, rows, ks, W, C, N, K, W, 0.0, dW, False, False, D, DP
-                    )
+                    received = _through_distance(e, A, g, rows, ks, W, C, N, K, W, 0.0, dW, False, False, D, DP)
                 else:
-                    received = _through_distance(
-                        e, A, g, rows, ks, W, C, N, K, W, 0.0, dW, True, False, D, DP
-                    )
+                    received = _through_distance(e, A, g, rows, ks, W, C, N, K, W, 0.0, dW, True, False, D, DP)
                 _deposit(tl.trans(tl.sum(received, 2)), partial, tile, program, K_PADDED, BK, DP)
             else:
                 acc += _through_distance(e, A, g, rows, ks, W, C, N, K, W, 0.0, dW, False, False, D, DP)
@@ -379,9 +375,7 @@ def _update_gradient(
             e = A * (dA - mean[None, :]) * slope
             if EUCLIDEAN:
                 e = tl.where(squared > 0, e / tl.sqrt(squared), 0.0)
-            received = _through_distance(
-                e, A, W, rows, ks, W, C, N, K, dC, inverse, dW, True, True, D, DP
-            )
+            received = _through_distance(e, A, W, rows, ks, W, C, N, K, dC, inverse, dW, True, True, D, DP)
             if NK > 1:
                 _deposit(tl.trans(tl.sum(received, 2)), partial, tile, program, K_PADDED, BK, DP)
             else:
@@ -601,7 +595,9 @@ class _Launch:
         else:
             self.BK = min(self.BK, 256, max(2, 128 // self.DP) if d > 1 else 256)
             self.warps = 8 if self.BK >= 128 else 4
-            self.BN = max(16, min(1024, 32 * self.warps * (32 if self.BK >= 128 else max(16, 128 // self.DP)) // self.BK))
+            self.BN = max(
+                16, min(1024, 32 * self.warps * (32 if self.BK >= 128 else max(16, 128 // self.DP)) // self.BK)
+            )
         self.NK = -(-k // self.BK)
         tiles = -(-self.n // self.BN)
         self.programs = min(tiles, 3 if INTERPRETED else 4 * _processors(W.device))

@@ -1,0 +1,133 @@
+"""On a GPU: milliseconds and memory of one layer, and of whole training steps.
+
+python -m benchmarks --device cuda
+"""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import dkm
+
+from .contenders import ours, unrolled
+from .measure import Layer
+from .table import digits, note, ratio, table
+
+CONFIGURATIONS = [(2, 1), (4, 1), (8, 1), (4, 4), (6, 6), (6, 8), (8, 8), (8, 16)]
+SIZES, QUICK_SIZES = [25_165_824, 2_359_296], [147_456]
+ITERATIONS = 5
+# (torchvision model, plan); the first of each model is the plain step
+STEPS = [("resnet50", None), ("resnet50", "cv:8/8"), ("resnet50", "cv:4/4"), ("resnet18", None), ("resnet18", "cv:2/1")]
+
+
+def run(device: str, quick: bool) -> list[dict]:
+    rows = []
+    for size in QUICK_SIZES if quick else SIZES:
+        for bits, dim in CONFIGURATIONS:
+            note(f"gpu {size:,} {bits}/{dim}")
+            row: dict = dict(kind="layer", size=size, bits=bits, dim=dim)
+            layer = Layer.make(size, bits, dim, device)
+            contenders = dict(ours=ours, unrolled=unrolled)
+            if size < 10**7:  # it takes seconds beyond
+                contenders["cdist"] = _cdist
+            for name, contender in contenders.items():
+                row[name], row[f"{name}_bytes"] = _measure(lambda c=contender, x=layer: c(x, ITERATIONS))
+            half = Layer(**{**vars(layer), "W": layer.W.bfloat16(), "G": layer.G.bfloat16()})
+            row["bfloat16"], row["bfloat16_bytes"] = _measure(lambda x=half: ours(x, ITERATIONS))
+            rows.append(row)
+            del layer, half
+    for model, plan in STEPS:
+        note(f"gpu {model} {plan}")
+        seconds = _training_step(model, plan, 8 if quick else 128, device)
+        rows.append(dict(kind="step", model=model, plan=plan, seconds=seconds))
+    return rows
+
+
+def _cdist(layer: Layer, iterations: int) -> Callable[[], Tensor]:
+    """The form most people would write first."""
+    W = layer.W.view(-1, layer.dim).clone().requires_grad_()
+
+    def step() -> Tensor:
+        C = layer.C
+        for i in range(iterations):
+            A = torch.softmax(-torch.cdist(W, C).square() / layer.tau, dim=1)
+            if i < iterations - 1:
+                C = (A.T @ W) / A.sum(0)[:, None]
+        return torch.autograd.grad(A @ C, W, layer.G.view_as(W))[0]
+
+    return step
+
+
+def _measure(make: Callable[[], Callable]) -> tuple[float | str, int | None]:
+    """Median seconds of a step, and the most bytes it holds beyond what it was given and what stays."""
+    try:
+        step = make()
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        seconds = [_seconds(step)]
+        peak = torch.cuda.max_memory_allocated() - before
+        seconds += [_seconds(step) for _ in range(1 if seconds[0] > 0.5 else 6)]
+        return statistics.median(seconds), peak
+    except torch.OutOfMemoryError:
+        return "out of memory", None
+    finally:
+        torch.cuda.empty_cache()
+
+
+def _seconds(step: Callable) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def _training_step(name: str, plan: str | None, batch: int, device: str) -> float:
+    """Median seconds of forward, backward and SGD step; bf16 autocast, channels_last."""
+    import torchvision
+
+    torch.manual_seed(0)
+    model = getattr(torchvision.models, name)().to(device, memory_format=torch.channels_last)
+    if plan is not None:
+        dkm.compress_(model, plan, steps=1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    images = torch.randn(batch, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (batch,), device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(5):
+        step()
+    return statistics.median(_seconds(step) for _ in range(20))
+
+
+def text(rows: list[dict]) -> str:
+    lines = [f"### One layer: forward + backward, {ITERATIONS} iterations", ""]
+    cells = []
+    for row in (row for row in rows if row["kind"] == "layer"):
+        line = [f"{row['size'] / 1e6:.1f} M", f"{row['bits']}/{row['dim']}"]
+        for name, width in dict(cdist=4, unrolled=4, ours=4, bfloat16=2).items():
+            time, extra = row.get(name, ""), row.get(f"{name}_bytes")
+            if isinstance(time, str):
+                line += [time]
+            else:
+                line += [f"{digits(1000 * time)} ms, {extra / row['size'] / width:.1f}x"]
+        cells.append([*line, ratio(row["unrolled"], row["ours"])])
+    lines += [table(["weights", "b/d", "cdist", "unrolled", "ours", "ours, bf16", "unrolled / ours"], cells), ""]
+    lines += ["The multiple is the extra memory, in the weight's own bytes.", "", "### Whole training steps", ""]
+    plain, cells = {}, []
+    for row in (row for row in rows if row["kind"] == "step"):
+        plain.setdefault(row["model"], row["seconds"])
+        times = row["seconds"] / plain[row["model"]]
+        cells.append([row["model"], row["plan"] or "plain", f"{digits(1000 * row['seconds'])} ms", f"{times:.2f}x"])
+    return "\n".join([*lines, table(["model", "plan", "step", "of the plain one"], cells)])

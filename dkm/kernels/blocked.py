@@ -30,6 +30,7 @@ from .reference import no_mass
 
 BLOCK = 1 << 19  # attention entries in flight: two such buffers of float32 fill an L2 cache
 WIDE = 32  # from this k on, a block lies in memory as (b, k): faster reductions over k
+SAFE = 60.0  # exp of logits up to this neither overflows nor vanishes, also when k of them are added
 SORTED = 32  # from this k on, sorting the weights (d = 1) costs less than it saves
 
 
@@ -39,7 +40,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Vectors:
-    """Flat `(N,)` tensors as blocks of `(d, b)`: upcast, zero-padded at the tail, sorted where that pays."""
+    """Flat `(N,)` tensors as columns `(d, n)`, read in blocks of `(d, b)`: upcast, and sorted where that pays."""
 
     def __init__(self, W: Tensor, k: int, d: int, dtype: torch.dtype):
         self.d, self.dtype, self.n = d, dtype, -(-W.numel() // d)
@@ -54,25 +55,31 @@ class _Vectors:
         for first in range(0, self.n, self.b):
             yield slice(first, min(first + self.b, self.n))
 
-    def read(self, flat: Tensor, block: slice) -> Tensor:
-        """A copy, free to be written to."""
-        if self.order is not None:
-            return flat[self.order[block].long()].to(self.dtype)[None]
-        values = flat[block.start * self.d : block.stop * self.d]
-        missing = (block.stop - block.start) * self.d - values.numel()
-        if missing:
-            values = torch.cat([values, values.new_zeros(missing)])
-        return values.view(-1, self.d).t().to(self.dtype, memory_format=torch.contiguous_format, copy=True)
+    def columns(self, flat: Tensor) -> Tensor:
+        """`(N,) -> (d, n)`, contiguous, zero-padded at the tail: turned around once, not in every iteration."""
+        if self.d == 1:
+            return flat[None]
+        columns = flat.new_zeros(self.d, self.n)
+        whole = flat.numel() // self.d
+        columns[:, :whole] = flat[: whole * self.d].view(whole, self.d).t()
+        if whole < self.n:
+            columns[: flat.numel() - whole * self.d, whole] = flat[whole * self.d :]
+        return columns
 
-    def add(self, flat: Tensor, block: slice, values: Tensor) -> None:
+    def flat(self, columns: Tensor, N: int) -> Tensor:
+        """The inverse of `columns`."""
+        return columns[0] if self.d == 1 else columns.t().reshape(-1)[:N]
+
+    def read(self, columns: Tensor, block: slice) -> Tensor:
         if self.order is not None:
-            flat[self.order[block].long()] += values[0].to(flat.dtype)
-            return
-        target = flat[block.start * self.d : block.stop * self.d]
-        if target.numel() == values.numel():
-            target.view(-1, self.d).add_(values.t())
+            return columns[:, self.order[block].long()].to(self.dtype)
+        return columns[:, block].to(self.dtype)
+
+    def add(self, columns: Tensor, block: slice, values: Tensor) -> None:
+        if self.order is not None:
+            columns[:, self.order[block].long()] += values.to(columns.dtype)
         else:
-            target.add_(values.t().reshape(-1)[: target.numel()])
+            columns[:, block] += values
 
 
 def _local_order(W: Tensor) -> Tensor:
@@ -114,28 +121,35 @@ class _Attention:
         return X if self.rank is None else torch.empty_like(X).index_copy_(0, self.rank, X)
 
     def __call__(self, w: Tensor) -> "_Block":
-        """`(d, b)` vectors, which are shifted in place."""
-        near, D = slice(0, len(self.C)), None
-        if len(w) == 1 and len(self.C) >= SORTED:
-            near = self.reach(w[0])
-        # All that follows depends on differences only.  Around the block's own mean they do not cancel.
-        center = w.mean(1, keepdim=True)
-        w.sub_(center)
-        C = self.C[near] - center.t()
-        E = _scratch(C, w)
+        """`(d, b)` vectors."""
+        d = len(w)
+        near, D, C, center = slice(0, len(self.C)), None, self.C, None
+        x = w.new_ones(d + 1, w.shape[1])
+        if d > 1 or len(C) >= SORTED:
+            if d == 1:
+                near = self.reach(w[0])
+            # All that follows depends on differences only.  Around the block's own mean they do not cancel.
+            center = w.mean(1, keepdim=True)
+            C = C[near] - center.t()
+            torch.sub(w, center, out=x[:d])
+        else:
+            x[:d] = w
+        w, E = x[:d], _scratch(C, x)
         if self.metric == "euclidean":
             # by differences: the matrix-product form loses small distances, and 1/D needs them
             D = torch.cdist(C, w.t(), compute_mode="donot_use_mm_for_euclid_dist")
             torch.div(D, -self.tau, out=E)
-        elif len(w) == 1:
+        elif d == 1:
             torch.sub(w, C, out=E)
             torch.addcmul(E.new_zeros(()), E, E, value=-1 / self.tau, out=E)
         else:
             # |w|^2 cancels in the softmax: -|w - c|^2 / tau  ->  (2 w.c - |c|^2) / tau
-            torch.addmm(-C.square().sum(1, keepdim=True) / self.tau, C, w, alpha=2 / self.tau, out=E)
+            torch.mm(torch.cat([2 * C, -C.square().sum(1, keepdim=True)], 1).div_(self.tau), x, out=E)
+            if max(map(abs, torch.stack((E if E.is_contiguous() else E.t()).aminmax()).tolist())) < SAFE:
+                return _Block(near, center, x, C, E.exp_(), D)  # warm: nothing to guard against
         # Clamped first: where exp underflows it takes 50 times as long, and so do products with the result.
         E.sub_(E.amax(0)).clamp_(min=self.cutoff).exp_()
-        return _Block(near, center, w, C, torch.threshold_(E, self.floor, 0.0), D)
+        return _Block(near, center, x, C, torch.threshold_(E, self.floor, 0.0), D)
 
     def reach(self, w: Tensor) -> slice:
         """The centroids whose logits exceed the cutoff for some of the weights `w` `(b,)`."""
@@ -154,17 +168,17 @@ class _Block(NamedTuple):
     """A block of b vectors and the k' centroids within its reach, both relative to `center`."""
 
     near: slice  # which centroids
-    center: Tensor  # (d, 1)
-    w: Tensor  # (d, b)
+    center: Tensor | None  # (d, 1); None for the origin
+    x: Tensor  # (d + 1, b): the vectors and a row of ones
     C: Tensor  # (k', d)
     E: Tensor  # (k', b) the softmax numerator
     D: Tensor | None  # (k', b) the plain distance, where that is the metric
 
 
-def _scratch(C: Tensor, w: Tensor) -> Tensor:
+def _scratch(C: Tensor, x: Tensor) -> Tensor:
     """An uninitialised `(k', b)` buffer in the memory order that is faster for this k'."""
-    k, b = len(C), w.shape[1]
-    return w.new_empty(b, k).t() if k >= WIDE and len(w) > 1 else w.new_empty(k, b)
+    k, b = len(C), x.shape[1]
+    return x.new_empty(b, k).t() if k >= WIDE and C.shape[1] > 1 else x.new_empty(k, b)
 
 
 def forward(W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str):
@@ -174,21 +188,23 @@ def forward(W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric
     vectors = _Vectors(W, *C.shape, dtype)
     trail = C.new_zeros(max_iter + 1, C.shape[0], C.shape[1] + 1)
     trail[0, :, :-1] = C
-    W_tilde = torch.zeros_like(W)
+    columns = vectors.columns(W)
+    W_tilde = torch.zeros_like(columns)
     for iteration in range(1, max_iter + 1):
         last = iteration == max_iter
         attention = _Attention(C, tau, metric)
-        sums = _sums(W, vectors, attention, W_tilde if last else None)
+        sums = _sums(columns, vectors, attention, W_tilde if last else None)
         mass = sums[:, -1:]
         C_next = torch.where(mass <= no_mass(dtype), C, sums[:, :-1] / mass)
         trail[iteration] = torch.cat([C_next, mass], dim=1)
         if last:
             break
         if bool((C_next - C).abs().amax() <= eps):
-            _sums(W, vectors, attention, W_tilde)  # that this iteration was the last was not known before it
+            _sums(columns, vectors, attention, W_tilde)  # that this iteration was the last was not known before it
             break
         C = C_next
-    return W_tilde, torch.tensor(iteration, device=W.device), trail
+    del columns
+    return vectors.flat(W_tilde, W.numel()), torch.tensor(iteration, device=W.device), trail
 
 
 def _sums(W: Tensor, vectors: _Vectors, attention: _Attention, W_tilde: Tensor | None) -> Tensor:
@@ -198,14 +214,15 @@ def _sums(W: Tensor, vectors: _Vectors, attention: _Attention, W_tilde: Tensor |
     for at in vectors:
         block = attention(vectors.read(W, at))
         share = block.E.sum(0).reciprocal_()
-        features = share.new_empty(d + 1, len(share))
-        torch.mul(block.w, share, out=features[:d])
-        features[d] = share
-        sums = block.E @ features.t()
-        sums[:, :d] += sums[:, d:] * block.center.t()
+        sums = block.E @ (block.x * share).t()
+        averages = (block.C.t() @ block.E).mul_(share) if W_tilde is not None else None
+        if block.center is not None:
+            sums[:, :d] += sums[:, d:] * block.center.t()
+            if averages is not None:
+                averages += block.center
         total[block.near] += sums
         if W_tilde is not None:
-            vectors.add(W_tilde, at, (block.C.t() @ block.E).mul_(share).add_(block.center))
+            vectors.add(W_tilde, at, averages)
     return attention.unsorted(total)
 
 
@@ -213,16 +230,18 @@ def backward(G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tenso
     """The gradient of W_tilde, `(N,)` -> the gradients of W, `(N,)`, and of the first centroids, `(k, d)`."""
     k, d, dtype, tau, r = trail.shape[1], trail.shape[2] - 1, trail.dtype, float(tau), int(iterations)
     vectors = _Vectors(W, k, d, dtype)
+    columns = vectors.columns(W)
     # Several iterations add up in dW: in 16 bit the sum would lose what the arithmetic kept.
-    dW = torch.zeros_like(W, dtype=dtype)
-    dC = _through_output(G, W, dW, vectors, _Attention(trail[r - 1, :, :d], tau, metric))
+    dW = torch.zeros_like(columns, dtype=dtype)
+    dC = _through_output(vectors.columns(G), columns, dW, vectors, _Attention(trail[r - 1, :, :d], tau, metric))
     for t in range(r - 2, -1, -1):
         C, C_next, mass = trail[t, :, :d], trail[t + 1, :, :d], trail[t + 1, :, d:]
         empty = mass <= no_mass(dtype)
         H = torch.where(empty, 0.0, dC / mass)
         stayed = torch.where(empty, dC, 0.0)
-        dC = stayed + _through_update(H, C_next, W, dW, vectors, _Attention(C, tau, metric))
-    return dW.to(W.dtype), dC
+        dC = stayed + _through_update(H, C_next, columns, dW, vectors, _Attention(C, tau, metric))
+    del columns
+    return vectors.flat(dW.to(W.dtype), W.numel()), dC
 
 
 def _through_output(G: Tensor, W: Tensor, dW: Tensor, vectors: _Vectors, attention: _Attention) -> Tensor:
@@ -251,17 +270,17 @@ def _through_update(H: Tensor, C_next: Tensor, W: Tensor, dW: Tensor, vectors: _
     for at in vectors:
         block = attention(vectors.read(W, at))
         h = H[block.near]
-        offset = (h * (C_next[block.near] - block.center.t())).sum(1, keepdim=True)
-        R = torch.cat([h, offset, torch.ones_like(offset)], dim=1)  # (k', d + 2)
-        averages = R.t() @ block.E  # rows: H^T E, (H . C') E, z
+        target = C_next[block.near] if block.center is None else C_next[block.near] - block.center.t()
+        offset = (h * target).sum(1, keepdim=True)
+        one = torch.ones_like(offset)
+        averages = torch.cat([h, offset, one], dim=1).t() @ block.E  # rows: H^T E, (H . C') E, z
         share = averages[d + 1 :].reciprocal()
         AH = averages[: d + 1].mul_(share)
-        s = (block.w * AH[:d]).sum(0).sub_(AH[d])
+        s = (block.x[:d] * AH[:d]).sum(0).sub_(AH[d])
         L = s.new_empty(d + 2, len(s))
-        torch.mul(block.w, share, out=L[:d])
-        torch.neg(share[0], out=L[d])
+        torch.mul(block.x, share, out=L[: d + 1])
         torch.mul(s, L[d], out=L[d + 1])
-        pull, dw = _through_distance(block, R, L, attention.slope)
+        pull, dw = _through_distance(block, torch.cat([h, -offset, -one], dim=1), L, attention.slope)
         dC[block.near] += pull
         vectors.add(dW, at, dw.add_(AH[:d]))
     return attention.unsorted(dC)
@@ -269,14 +288,12 @@ def _through_update(H: Tensor, C_next: Tensor, W: Tensor, dW: Tensor, vectors: _
 
 def _through_distance(block: _Block, R: Tensor, L: Tensor, slope: float) -> tuple[Tensor, Tensor]:
     """dA - s = R L -> the gradients, through the softmax and the distance, of C `(k', d)` and of w `(d, b)`."""
-    d = len(block.w)
-    e = torch.mm(R, L, out=_scratch(block.C, block.w)).mul_(block.E)
+    d = len(block.x) - 1
+    e = torch.mm(R, L, out=_scratch(block.C, block.x)).mul_(block.E)
     if block.D is not None:
         e.div_(block.D).masked_fill_(block.D == 0, 0)
-    ones = block.w.new_empty(d + 1, block.w.shape[1])
-    ones[:d], ones[d] = block.w, 1.0
-    pulled = e @ ones.t()
+    pulled = e @ block.x.t()
     dw = block.C.t() @ e
     if block.D is not None:
-        dw.addcmul_(e.sum(0), block.w, value=-1)  # for the squared distance, e sums to zero
+        dw.addcmul_(e.sum(0), block.x[:d], value=-1)  # for the squared distance, e sums to zero
     return (pulled[:, :d] - pulled[:, d:] * block.C).mul_(slope), dw.mul_(slope)

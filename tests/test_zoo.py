@@ -146,6 +146,8 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, int]] =
     "googlenet": (lambda: tv.googlenet(aux_logits=False, init_weights=False), lambda: images(32), "all:4/4", 0),
     "vit": (vit, lambda: images(32), "*:3/2, conv_proj:4", 0),
     "convnext": (convnext, lambda: images(32), "all:4/3, *layer_scale:2", 0),
+    "vit_b_16": (lambda: without_constants(tv.vit_b_16(image_size=32)), lambda: images(32), "*:2/4", 0),
+    "convnext_tiny": (lambda: without_constants(tv.convnext_tiny()), lambda: images(32), "all:2/4, *layer_scale:2", 0),
     "bert": (bert, tokens, "*:3/2, emb:8", 0),
     "distilbert": (distilbert, tokens, "*:4/2, fc:8/4", 0),
     "albert": (albert, tokens, "*:3/2", 0),

@@ -1,8 +1,8 @@
 """The loop in O(N) memory on any device: attention lives for one block of vectors, in both passes.
 
-Within a block everything is `(features, vectors)`: `w` is `(d, b)`, `E` is the softmax numerator
-`(k, b)` and `z` its sum `(b,)`.  A = E / z is never formed: the division is folded into the thin
-factors that A is multiplied with.
+Within a block everything is `(features, vectors)`: `x` is `(d + 1, b)`, the vectors over a row of
+ones, `E` is the softmax numerator `(k, b)` and `z` its sum `(b,)`.  A = E / z is never formed: the
+division is folded into the thin factors that A is multiplied with.
 
 The backward pass walks the iterations from the last to the first.  Each of them is one of two
 maps of A, and for both the gradient of A has low rank, `dA = R L`:
@@ -28,9 +28,9 @@ from torch import Tensor
 
 from .reference import no_mass
 
-BLOCK = 1 << 19  # attention entries in flight: two such buffers of float32 fill an L2 cache
-WIDE = 32  # from this k on, a block lies in memory as (b, k): faster reductions over k
-SAFE = 60.0  # exp of logits up to this neither overflows nor vanishes, also when k of them are added
+BLOCK = 1 << 20  # attention entries in flight: smaller blocks are better for the cache, and worse for everything else
+WIDE = 64  # from this k on, a block lies in memory as (b, k): faster reductions over k
+SAFE = 80.0  # exp of logits up to this neither overflows nor vanishes, also when k of them are added
 SORTED = 32  # from this k on, sorting the weights (d = 1) costs less than it saves
 
 
@@ -44,16 +44,24 @@ class _Vectors:
 
     def __init__(self, W: Tensor, k: int, d: int, dtype: torch.dtype):
         self.d, self.dtype, self.n = d, dtype, -(-W.numel() // d)
+        self.buffers: dict[str, Tensor] = {}  # fresh memory for every block would cost as much as filling it
         self.order = _local_order(W) if d == 1 and k >= SORTED else None
         if self.order is None:
             self.b = max(1, BLOCK // k)
         else:
             # Few centroids a block: less to compute, and differences within it keep their precision.
-            self.b = max(128, min(4 * BLOCK // k, 16 * self.n // k))
+            self.b = max(128, min(2 * BLOCK // k, 16 * self.n // k))
 
     def __iter__(self) -> Iterator[slice]:
         for first in range(0, self.n, self.b):
             yield slice(first, min(first + self.b, self.n))
+
+    def scratch(self, name: str, k: int, b: int, like: Tensor) -> Tensor:
+        """An uninitialised `(k, b)` buffer in the memory order that is faster for this k; the same one every time."""
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.numel() < k * b:
+            buffer = self.buffers[name] = like.new_empty(k * b)
+        return buffer[: k * b].view(b, k).t() if k >= WIDE and self.d > 1 else buffer[: k * b].view(k, b)
 
     def columns(self, flat: Tensor) -> Tensor:
         """`(N,) -> (d, n)`, contiguous, zero-padded at the tail: turned around once, not in every iteration."""
@@ -74,6 +82,15 @@ class _Vectors:
         if self.order is not None:
             return columns[:, self.order[block].long()].to(self.dtype)
         return columns[:, block].to(self.dtype)
+
+    def read_once(self, flat: Tensor, block: slice) -> Tensor:
+        """As `read`, of what is not worth turning around as a whole: that would take as much memory again."""
+        if self.d == 1:
+            return self.read(flat[None], block)
+        values = flat[block.start * self.d : block.stop * self.d]
+        if missing := (block.stop - block.start) * self.d - values.numel():
+            values = torch.cat([values, values.new_zeros(missing)])
+        return values.view(-1, self.d).t().to(self.dtype)
 
     def add(self, columns: Tensor, block: slice, values: Tensor) -> None:
         if self.order is not None:
@@ -98,8 +115,8 @@ def _local_order(W: Tensor) -> Tensor:
 class _Attention:
     """The attention of one block of vectors after another to the centroids `C` `(k, d)`."""
 
-    def __init__(self, C: Tensor, tau: float, metric: str):
-        self.tau, self.metric = tau, metric
+    def __init__(self, C: Tensor, tau: float, metric: str, vectors: _Vectors):
+        self.tau, self.metric, self.vectors = tau, metric, vectors
         self.slope = (2 if metric == "sqeuclidean" else 1) / tau
         # Attention below the floor is zero.
         self.floor = no_mass(C.dtype)
@@ -134,7 +151,7 @@ class _Attention:
             torch.sub(w, center, out=x[:d])
         else:
             x[:d] = w
-        w, E = x[:d], _scratch(C, x)
+        w, E = x[:d], self.vectors.scratch("E", len(C), x.shape[1], x)
         if self.metric == "euclidean":
             # by differences: the matrix-product form loses small distances, and 1/D needs them
             D = torch.cdist(C, w.t(), compute_mode="donot_use_mm_for_euclid_dist")
@@ -145,11 +162,18 @@ class _Attention:
         else:
             # |w|^2 cancels in the softmax: -|w - c|^2 / tau  ->  (2 w.c - |c|^2) / tau
             torch.mm(torch.cat([2 * C, -C.square().sum(1, keepdim=True)], 1).div_(self.tau), x, out=E)
-            if max(map(abs, torch.stack((E if E.is_contiguous() else E.t()).aminmax()).tolist())) < SAFE:
-                return _Block(near, center, x, C, E.exp_(), D)  # warm: nothing to guard against
+            if self.warm(w, C, E):
+                return _Block(near, center, x, C, E.exp_(), D)
         # Clamped first: where exp underflows it takes 50 times as long, and so do products with the result.
         E.sub_(E.amax(0)).clamp_(min=self.cutoff).exp_()
         return _Block(near, center, x, C, torch.threshold_(E, self.floor, 0.0), D)
+
+    def warm(self, w: Tensor, C: Tensor, E: Tensor) -> bool:
+        """Whether exp needs no guards: by a bound that costs little or, where that is not enough, by looking."""
+        longest, largest = (float(X.square().sum(dim).amax().sqrt()) for X, dim in ((w, 0), (C, 1)))
+        if (2 * longest + largest) * largest < SAFE * self.tau:
+            return True
+        return max(map(abs, torch.stack((E if E.is_contiguous() else E.t()).aminmax()).tolist())) < SAFE
 
     def reach(self, w: Tensor) -> slice:
         """The centroids whose logits exceed the cutoff for some of the weights `w` `(b,)`."""
@@ -165,7 +189,10 @@ class _Attention:
 
 
 class _Block(NamedTuple):
-    """A block of b vectors and the k' centroids within its reach, both relative to `center`."""
+    """A block of b vectors and the k' centroids within its reach, both relative to `center`.
+
+    E lies in a buffer that the next block takes over.
+    """
 
     near: slice  # which centroids
     center: Tensor | None  # (d, 1); None for the origin
@@ -173,12 +200,6 @@ class _Block(NamedTuple):
     C: Tensor  # (k', d)
     E: Tensor  # (k', b) the softmax numerator
     D: Tensor | None  # (k', b) the plain distance, where that is the metric
-
-
-def _scratch(C: Tensor, x: Tensor) -> Tensor:
-    """An uninitialised `(k', b)` buffer in the memory order that is faster for this k'."""
-    k, b = len(C), x.shape[1]
-    return x.new_empty(b, k).t() if k >= WIDE and C.shape[1] > 1 else x.new_empty(k, b)
 
 
 def forward(W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str):
@@ -192,7 +213,7 @@ def forward(W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric
     W_tilde = torch.zeros_like(columns)
     for iteration in range(1, max_iter + 1):
         last = iteration == max_iter
-        attention = _Attention(C, tau, metric)
+        attention = _Attention(C, tau, metric, vectors)
         sums = _sums(columns, vectors, attention, W_tilde if last else None)
         mass = sums[:, -1:]
         C_next = torch.where(mass <= no_mass(dtype), C, sums[:, :-1] / mass)
@@ -233,13 +254,13 @@ def backward(G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tenso
     columns = vectors.columns(W)
     # Several iterations add up in dW: in 16 bit the sum would lose what the arithmetic kept.
     dW = torch.zeros_like(columns, dtype=dtype)
-    dC = _through_output(vectors.columns(G), columns, dW, vectors, _Attention(trail[r - 1, :, :d], tau, metric))
+    dC = _through_output(G, columns, dW, vectors, _Attention(trail[r - 1, :, :d], tau, metric, vectors))
     for t in range(r - 2, -1, -1):
         C, C_next, mass = trail[t, :, :d], trail[t + 1, :, :d], trail[t + 1, :, d:]
         empty = mass <= no_mass(dtype)
         H = torch.where(empty, 0.0, dC / mass)
         stayed = torch.where(empty, dC, 0.0)
-        dC = stayed + _through_update(H, C_next, columns, dW, vectors, _Attention(C, tau, metric))
+        dC = stayed + _through_update(H, C_next, columns, dW, vectors, _Attention(C, tau, metric, vectors))
     del columns
     return vectors.flat(dW.to(W.dtype), W.numel()), dC
 
@@ -249,14 +270,14 @@ def _through_output(G: Tensor, W: Tensor, dW: Tensor, vectors: _Vectors, attenti
     d = vectors.d
     dC = torch.zeros_like(attention.C)
     for at in vectors:
-        block, g = attention(vectors.read(W, at)), vectors.read(G, at)
+        block, g = attention(vectors.read(W, at)), vectors.read_once(G, at)
         R = torch.cat([block.C, torch.ones_like(block.C[:, :1])], dim=1)  # (k', d + 1)
         averages = R.t() @ block.E  # rows: C^T E, z
         share = averages[d:].reciprocal()
         L = g.new_empty(d + 1, g.shape[1])
         torch.mul(g, share, out=L[:d])
         L[d] = -(L[:d] * averages[:d]).sum(0) * share[0]
-        pull, dw = _through_distance(block, R, L, attention.slope)
+        pull, dw = _through_distance(block, R, L, attention.slope, vectors)
         dC[block.near] += pull.addmm_(block.E, L[:d].t())
         vectors.add(dW, at, dw)
     return attention.unsorted(dC)
@@ -280,16 +301,16 @@ def _through_update(H: Tensor, C_next: Tensor, W: Tensor, dW: Tensor, vectors: _
         L = s.new_empty(d + 2, len(s))
         torch.mul(block.x, share, out=L[: d + 1])
         torch.mul(s, L[d], out=L[d + 1])
-        pull, dw = _through_distance(block, torch.cat([h, -offset, -one], dim=1), L, attention.slope)
+        pull, dw = _through_distance(block, torch.cat([h, -offset, -one], dim=1), L, attention.slope, vectors)
         dC[block.near] += pull
         vectors.add(dW, at, dw.add_(AH[:d]))
     return attention.unsorted(dC)
 
 
-def _through_distance(block: _Block, R: Tensor, L: Tensor, slope: float) -> tuple[Tensor, Tensor]:
+def _through_distance(block: _Block, R: Tensor, L: Tensor, slope: float, vectors: _Vectors) -> tuple[Tensor, Tensor]:
     """dA - s = R L -> the gradients, through the softmax and the distance, of C `(k', d)` and of w `(d, b)`."""
     d = len(block.x) - 1
-    e = torch.mm(R, L, out=_scratch(block.C, block.x)).mul_(block.E)
+    e = torch.mm(R, L, out=vectors.scratch("e", *block.E.shape, L)).mul_(block.E)
     if block.D is not None:
         e.div_(block.D).masked_fill_(block.D == 0, 0)
     pulled = e @ block.x.t()

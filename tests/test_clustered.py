@@ -226,6 +226,20 @@ class TestTemperature:
         assert clusterings(fc)[0].temperature(torch.tensor(5)) == 1e-3
 
 
+def test_compiled_training_equals_eager_training():
+    """No graph break, the same losses, and the centroids advance as often."""
+
+    def losses(compiled: bool) -> tuple[list[float], int]:
+        fc = layer()
+        model = torch.compile(fc, fullgraph=True, backend="aot_eager") if compiled else fc
+        return train(model, torch.optim.SGD(fc.parameters(), lr=0.1), 4), int(clusterings(fc)[0].step)
+
+    wanted, steps = losses(False)
+    got, compiled_steps = losses(True)
+    assert got == pytest.approx(wanted, rel=1e-6)
+    assert compiled_steps == steps == 3
+
+
 class TestDeepcopy:
     @pytest.mark.parametrize("trained", [False, True])
     def test_snapping_a_copy_leaves_the_original_alone(self, trained):

@@ -102,13 +102,13 @@ class _Vectors:
 def _local_order(W: Tensor) -> Tensor:
     """`(N,)` int32: sorts W within pieces.  One order of all weights would be no better, and take int64."""
     order = torch.empty(W.shape, dtype=torch.int32, device=W.device)
-    for first in range(0, W.numel(), 1 << 22):
-        piece = W[first : first + (1 << 22)]
+    for first in range(0, W.numel(), 1 << 20):
+        piece = W[first : first + (1 << 20)]
         if W.device.type == "cpu" and W.dtype in (torch.float32, torch.float64):
             index = torch.from_numpy(piece.detach().numpy().argsort())  # vectorised, unlike torch's
         else:
             index = piece.argsort()
-        order[first : first + (1 << 22)] = index.add_(first)
+        order[first : first + (1 << 20)] = index.add_(first)
     return order
 
 

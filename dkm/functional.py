@@ -18,6 +18,7 @@ from .kernels import blocked, reference
 
 METRICS = ("sqeuclidean", "euclidean")
 IMPLEMENTATIONS = ("auto", "reference", "blocked", "triton")
+GRADIENTS = ("unrolled", "last", "implicit")
 
 
 class Clustering(NamedTuple):
@@ -36,6 +37,7 @@ def cluster(
     eps: float = 1e-4,
     max_iter: int = 5,
     metric: str = "sqeuclidean",
+    gradient: str = "unrolled",
     impl: str = "auto",
 ) -> Clustering:
     """Differentiable k-means: each row of W becomes a soft average of the centroids it is near to.
@@ -46,27 +48,30 @@ def cluster(
             stop if max|C_next - C| <= eps, else C = C_next
         W_tilde = A C                                     the A and the C that belong together
 
-    Differentiable in `W` and `C`, through every iteration.  A `W` that is not `(n, d)` is flattened
-    contiguously into vectors of `d = C.shape[1]` values, zero-padded at the tail; `W_tilde` has its
-    shape and dtype.  The arithmetic, and the returned `C`, are float32 or, for float64, float64.
+    Differentiable in `W`, `C` and a tensor `tau`.  A `W` that is not `(n, d)` is flattened contiguously into
+    vectors of `d = C.shape[1]` values, zero-padded at the tail; `W_tilde` has its shape and dtype.  The
+    arithmetic, and the returned `C`, are float32 or, for float64, float64.
 
     Args:
         tau: the temperature: a positive number, or a tensor of one element.
         metric: f, "sqeuclidean" (the squared Euclidean distance) or "euclidean".
-        impl: "reference" materialises A: O(max_iter * n * k) memory, autograd's own gradient (also of a
-            tensor `tau`).  "blocked" recomputes A block by block in both passes: O(n * d) memory, any
-            device.  "triton" does so on the chip of a GPU, without waiting for it.  "auto" picks for the device.
+        gradient: "unrolled" is exact, through every iteration.  "last" takes the centroids as constants: the
+            cheapest.  "implicit" takes them as the fixed point they have converged to (IDKM): a fixed number of
+            passes, whatever max_iter.  The last two give no gradient to `C`.
+        impl: "reference" materialises A: O(max_iter * n * k) memory, autograd's own gradient.  "blocked"
+            recomputes A block by block in both passes: O(n * d) memory, any device.  "triton" does so on the
+            chip of a GPU, without waiting for it.  "auto" picks for the device.
     """
-    _check_cluster(W, C, tau, eps, max_iter, metric, impl)
+    _check_cluster(W, C, tau, eps, max_iter, metric, impl, gradient)
     dtype = blocked.compute_dtype(W.dtype)
     # filled on the device: a copy from the host could not be captured in a graph
     tau = tau.to(W.device, dtype) if isinstance(tau, Tensor) else torch.full((), tau, dtype=dtype, device=W.device)
     if impl == "reference":
         with torch.autocast(W.device.type, enabled=False):
             V = to_vectors(W, C.shape[1]).to(dtype)
-            V_tilde, C_next, iterations = reference.cluster(V, C.to(dtype), tau, eps, max_iter, metric)
+            V_tilde, C_next, iterations = reference.cluster(V, C.to(dtype), tau, eps, max_iter, metric, gradient)
         return Clustering(from_vectors(V_tilde.to(W.dtype), W.shape), C_next, iterations)
-    W_tilde, iterations, trail = _cluster(W.reshape(-1), C, tau, eps, max_iter, metric, impl)
+    W_tilde, iterations, trail = _cluster(W.reshape(-1), C, tau, eps, max_iter, metric, impl, gradient)
     C_next = trail.detach().index_select(0, iterations.view(1))[0, :, :-1].contiguous()
     return Clustering(W_tilde.view(W.shape), C_next, iterations)
 
@@ -152,7 +157,7 @@ def _has_triton() -> bool:
 
 @torch.library.custom_op("dkm::cluster", mutates_args=())
 def _cluster(
-    W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str, impl: str
+    W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str, impl: str, gradient: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Autocast would run the products in 16 bit: at a small tau that is noise, not attention.
     with torch.autocast(W.device.type, enabled=False):
@@ -161,50 +166,66 @@ def _cluster(
 
 @torch.library.custom_op("dkm::cluster_backward", mutates_args=())
 def _cluster_backward(
-    G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tensor, metric: str, impl: str
+    G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tensor, metric: str, impl: str, gradient: str
 ) -> tuple[Tensor, Tensor]:
     with torch.autocast(W.device.type, enabled=False):
-        return _kernels(impl, W, trail.shape[2] - 1).backward(G, W, trail, iterations, tau, metric)
+        return _kernels(impl, W, trail.shape[2] - 1).backward(G, W, trail, iterations, tau, metric, gradient)
 
 
 @_cluster.register_fake
-def _(W, C, tau, eps, max_iter, metric, impl):
+def _(W, C, tau, eps, max_iter, metric, impl, gradient):
     trail = C.new_empty(max_iter + 1, C.shape[0], C.shape[1] + 1, dtype=blocked.compute_dtype(W.dtype))
     return torch.empty_like(W), W.new_empty((), dtype=torch.int64), trail
 
 
 @_cluster_backward.register_fake
-def _(G, W, trail, iterations, tau, metric, impl):
+def _(G, W, trail, iterations, tau, metric, impl, gradient):
     return torch.empty_like(W), trail.new_empty(trail.shape[1], trail.shape[2] - 1)
 
 
 def _setup_context(ctx, inputs, output):
-    W, C, tau, _, _, ctx.metric, ctx.impl = inputs
-    _, iterations, trail = output
+    W, C, tau, _, _, ctx.metric, ctx.impl, ctx.gradient = inputs
+    W_tilde, iterations, trail = output
     ctx.C_dtype = C.dtype
-    ctx.save_for_backward(W, trail, iterations, tau)
+    ctx.save_for_backward(W, trail, iterations, tau, W_tilde if tau.requires_grad else None)
 
 
 def _backward(ctx, G, *_):
-    W, trail, iterations, tau = ctx.saved_tensors
-    dW, dC = _cluster_backward(G.contiguous(), W, trail, iterations, tau, ctx.metric, ctx.impl)
-    return dW, dC.to(ctx.C_dtype), None, None, None, None, None
+    W, trail, iterations, tau, W_tilde = ctx.saved_tensors
+    G = G.contiguous()
+    dW, dC = _cluster_backward(G, W, trail, iterations, tau, ctx.metric, ctx.impl, ctx.gradient)
+    dtau = None if W_tilde is None else _tau_gradient(G, W_tilde, dW, W, dC, trail, iterations, tau, ctx)
+    dC = dC if ctx.gradient == "unrolled" else torch.zeros_like(dC)
+    return dW, dC.to(ctx.C_dtype), dtau, None, None, None, None, None
+
+
+def _tau_gradient(G, W_tilde, dW, W, dC, trail, iterations, tau, ctx) -> Tensor:
+    """The gradient of tau, without another pass over the attention.
+
+    Scaling W and C by s and tau by s^2 (by s for the plain distance) scales W_tilde by s: by Euler's theorem on
+    homogeneous functions, the gradients times their arguments, tau's counted twice, add up to <G, W_tilde>.
+    """
+    scaled = (G.double() * W_tilde - dW.double() * W).sum()
+    if ctx.gradient != "implicit":  # a fixed point is a function of W and tau alone
+        first = torch.zeros_like(iterations) if ctx.gradient == "unrolled" else iterations - 1
+        scaled -= (dC * trail.index_select(0, first.view(1))[0, :, :-1]).sum()
+    return (scaled / tau / (2 if ctx.metric == "sqeuclidean" else 1)).to(tau.dtype).view(tau.shape)
 
 
 _cluster.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _check_cluster(W, C, tau, eps, max_iter, metric, impl) -> None:
+def _check_cluster(W, C, tau, eps, max_iter, metric, impl, gradient) -> None:
     if not W.is_floating_point() or not C.is_floating_point():
         raise TypeError(f"cluster needs floating-point tensors, got W {W.dtype} and C {C.dtype}")
     if W.numel() == 0:
         raise ValueError(f"cluster needs at least one weight, got a W of shape {tuple(W.shape)}")
     if C.ndim != 2 or C.numel() == 0:
         raise ValueError(f"C must be (k, d) with k, d >= 1, got shape {tuple(C.shape)}")
-    check_options(tau, eps, max_iter, metric, impl)
+    check_options(tau, eps, max_iter, metric, impl, gradient)
 
 
-def check_options(tau, eps, max_iter, metric, impl) -> None:
+def check_options(tau, eps, max_iter, metric, impl, gradient) -> None:
     """Raise unless these are what `cluster` takes."""
     check_tau(tau)
     if not isinstance(eps, Real) or not eps >= 0:
@@ -213,8 +234,9 @@ def check_options(tau, eps, max_iter, metric, impl) -> None:
         raise ValueError(f"max_iter must be an integer >= 1, got {max_iter!r}")
     if metric not in METRICS:
         raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    for name, value, known in (("impl", impl, IMPLEMENTATIONS), ("gradient", gradient, GRADIENTS)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def check_tau(tau: float | Tensor) -> None:

@@ -23,6 +23,7 @@ class DKM(nn.Module):
         eps: float = 1e-4,
         max_iter: int = 5,
         metric: str = "sqeuclidean",
+        gradient: str = "unrolled",
         impl: str = "auto",
         seed: int = 0,
     ):
@@ -30,9 +31,9 @@ class DKM(nn.Module):
         for name, value in (("k", k), ("dim", dim)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        check_options(tau, eps, max_iter, metric, impl)
+        check_options(tau, eps, max_iter, metric, impl, gradient)
         self.k, self.dim, self.seed = k, dim, seed
-        self.options = dict(tau=tau, eps=eps, max_iter=max_iter, metric=metric, impl=impl)
+        self.options = dict(tau=tau, eps=eps, max_iter=max_iter, metric=metric, gradient=gradient, impl=impl)
         self.register_buffer("C", torch.zeros(k, dim))
         self.register_buffer("initialized", torch.tensor(False))
 

@@ -20,12 +20,13 @@ This file reads tau, the convergence test and the reach on the host, which stall
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .implicit import solve
 from .reference import no_mass
 
 BLOCK = 1 << 20  # attention entries in flight: smaller blocks are better for the cache, and worse for everything else
@@ -202,7 +203,15 @@ class _Block(NamedTuple):
     D: Tensor | None  # (k', b) the plain distance, where that is the metric
 
 
-def forward(W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str):
+def forward(
+    W: Tensor,
+    C: Tensor,
+    tau: Tensor,
+    eps: float,
+    max_iter: int,
+    metric: str,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+):
     """`(N,), (k, d) -> W_tilde (N,), iterations, trail`; see the package's docstring."""
     dtype = compute_dtype(W.dtype)
     C, tau = C.to(dtype), float(tau)
@@ -215,6 +224,8 @@ def forward(W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric
         last = iteration == max_iter
         attention = _Attention(C, tau, metric, vectors)
         sums = _sums(columns, vectors, attention, W_tilde if last else None)
+        if reduce is not None:
+            sums = reduce(sums)
         mass = sums[:, -1:]
         C_next = torch.where(mass <= no_mass(dtype), C, sums[:, :-1] / mass)
         trail[iteration] = torch.cat([C_next, mass], dim=1)
@@ -247,20 +258,40 @@ def _sums(W: Tensor, vectors: _Vectors, attention: _Attention, W_tilde: Tensor |
     return attention.unsorted(total)
 
 
-def backward(G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tensor, metric: str):
-    """The gradient of W_tilde, `(N,)` -> the gradients of W, `(N,)`, and of the first centroids, `(k, d)`."""
+def backward(
+    G: Tensor,
+    W: Tensor,
+    trail: Tensor,
+    iterations: Tensor,
+    tau: Tensor,
+    metric: str,
+    gradient: str = "unrolled",
+    reduce: Callable[[Tensor], Tensor] | None = None,
+):
+    """The gradient of W_tilde, `(N,)` -> those of W, `(N,)`, and of the centroids, `(k, d)`; see the package."""
     k, d, dtype, tau, r = trail.shape[1], trail.shape[2] - 1, trail.dtype, float(tau), int(iterations)
     vectors = _Vectors(W, k, d, dtype)
     columns = vectors.columns(W)
     # Several iterations add up in dW: in 16 bit the sum would lose what the arithmetic kept.
     dW = torch.zeros_like(columns, dtype=dtype)
-    dC = _through_output(G, columns, dW, vectors, _Attention(trail[r - 1, :, :d], tau, metric, vectors))
-    for t in range(r - 2, -1, -1):
+
+    def through_update(dC: Tensor, t: int, dW: Tensor | None) -> Tensor:
+        """Through iteration t: from the gradient of what it made to that of what it started from."""
         C, C_next, mass = trail[t, :, :d], trail[t + 1, :, :d], trail[t + 1, :, d:]
-        empty = mass <= no_mass(dtype)
-        H = torch.where(empty, 0.0, dC / mass)
-        stayed = torch.where(empty, dC, 0.0)
-        dC = stayed + _through_update(H, C_next, columns, dW, vectors, _Attention(C, tau, metric, vectors))
+        H = torch.where(mass <= no_mass(dtype), 0.0, dC / mass)
+        dC = _through_update(H, C_next, columns, dW, vectors, _Attention(C, tau, metric, vectors))
+        return dC if reduce is None else reduce(dC)
+
+    dC = _through_output(G, columns, dW, vectors, _Attention(trail[r - 1, :, :d], tau, metric, vectors))
+    if reduce is not None:
+        dC = reduce(dC)
+    if gradient == "unrolled":
+        for t in range(r - 2, -1, -1):
+            stayed = torch.where(trail[t + 1, :, d:] <= no_mass(dtype), dC, 0.0)
+            dC = stayed + through_update(dC, t, dW)
+    elif gradient == "implicit":
+        dC = solve(dC, lambda u: through_update(u, r - 1, None))
+        through_update(dC, r - 1, dW)
     del columns
     return vectors.flat(dW.to(W.dtype), W.numel()), dC
 
@@ -283,8 +314,10 @@ def _through_output(G: Tensor, W: Tensor, dW: Tensor, vectors: _Vectors, attenti
     return attention.unsorted(dC)
 
 
-def _through_update(H: Tensor, C_next: Tensor, W: Tensor, dW: Tensor, vectors: _Vectors, attention: _Attention):
-    """C' = (A^T W) / mass, with H = dC' / mass: adds to dW, returns the gradient of C."""
+def _through_update(
+    H: Tensor, C_next: Tensor, W: Tensor, dW: Tensor | None, vectors: _Vectors, attention: _Attention
+) -> Tensor:
+    """C' = (A^T W) / mass, with H = dC' / mass: adds to dW where one is given, returns the gradient of C."""
     d = vectors.d
     dC = torch.zeros_like(attention.C)
     H, C_next = attention.sorted(H), attention.sorted(C_next)
@@ -303,7 +336,8 @@ def _through_update(H: Tensor, C_next: Tensor, W: Tensor, dW: Tensor, vectors: _
         torch.mul(s, L[d], out=L[d + 1])
         pull, dw = _through_distance(block, torch.cat([h, -offset, -one], dim=1), L, attention.slope, vectors)
         dC[block.near] += pull
-        vectors.add(dW, at, dw.add_(AH[:d]))
+        if dW is not None:
+            vectors.add(dW, at, dw.add_(AH[:d]))
     return attention.unsorted(dC)
 
 

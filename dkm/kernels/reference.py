@@ -21,14 +21,43 @@ def no_mass(dtype: torch.dtype) -> float:
     return info.tiny / info.eps
 
 
-def cluster(W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str):
+def cluster(W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str, gradient: str = "unrolled"):
     """`(n, d), (k, d) -> (W_tilde, C_next, iterations)`, differentiable in W, C and tau."""
-    for iteration in range(1, max_iter + 1):
-        A = torch.softmax(-distance(W, C, metric) / tau, dim=1)
-        mass = A.sum(0)[:, None]
-        empty = mass <= no_mass(W.dtype)
-        C_next = torch.where(empty, C, (A.T @ W) / torch.where(empty, 1.0, mass))
-        if iteration == max_iter or (C_next - C).abs().max() <= eps:
-            break
-        C = C_next
+    with torch.set_grad_enabled(torch.is_grad_enabled() and gradient == "unrolled"):
+        for iteration in range(1, max_iter + 1):
+            A, C_next = update(W, C, tau, metric)
+            if iteration == max_iter or (C_next - C).abs().max() <= eps:
+                break
+            C = C_next
+    if gradient != "unrolled":
+        C = C.detach()
+        if gradient == "implicit":
+            C = _fixed_point(W, C, tau, metric)
+        A, _ = update(W, C, tau, metric)
     return A @ C, C_next.detach(), torch.tensor(iteration)
+
+
+def update(W: Tensor, C: Tensor, tau: Tensor, metric: str) -> tuple[Tensor, Tensor]:
+    """One iteration: the attention `(n, k)` and the centroids it makes `(k, d)`."""
+    A = torch.softmax(-distance(W, C, metric) / tau, dim=1)
+    mass = A.sum(0)[:, None]
+    empty = mass <= no_mass(W.dtype)
+    return A, torch.where(empty, C, (A.T @ W) / torch.where(empty, 1.0, mass))
+
+
+def _fixed_point(W: Tensor, C: Tensor, tau: Tensor, metric: str) -> Tensor:
+    """C as the function of W and tau that C = update(W, C) defines: u = v + J^T u, solved exactly, goes on to them."""
+    A, C_next = update(W, C, tau, metric)
+    attached = C + (C_next - C_next.detach())
+    if not attached.requires_grad:
+        return attached
+    empty = A.detach().sum(0)[:, None, None, None] <= no_mass(W.dtype)
+    W, tau = W.detach(), tau.detach()
+
+    def solve(v: Tensor) -> Tensor:
+        J = torch.autograd.functional.jacobian(lambda c: update(W, c, tau, metric)[1], C)
+        J = torch.where(empty, 0.0, J).reshape(C.numel(), C.numel())  # an empty centroid is a constant
+        return torch.linalg.solve(torch.eye(len(J), dtype=J.dtype, device=J.device) - J.T, v.reshape(-1)).view_as(C)
+
+    attached.register_hook(solve)
+    return attached

@@ -4,14 +4,16 @@
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from .functional import assign, check_options, check_tau, cluster, from_vectors, init_centroids, to_vectors
+from .functional import Clustering, assign, check_options, cluster, from_vectors, init_centroids, to_vectors
+from .sharded import Sharded, is_sharded, whole
+from .temperature import AUTO, HOT, Schedule, check_temperature
 
 MAX_BITS = 12
-HOT, COLD = 2.0, 0.1  # tau="auto" goes from HOT to COLD times the squared error per weight
 
 
 class Clustered(nn.Module):
@@ -30,8 +32,12 @@ class Clustered(nn.Module):
         C       (k, d)  the newest centroids: what evaluation and `codes` use
         start   (k, d)  the centroids that the present weight was clustered from
         seen    ()      the checksum of that weight
-        step    ()      how often the weight has changed: the clock of tau="auto"
-        unit    ()      the mean squared error per weight of the first clustering: the scale of tau="auto"
+        step    ()      how often the weight has changed: the clock of a schedule
+        unit    ()      the mean squared error per weight of the first clustering: the scale of a schedule
+    A parameter, with tau="learn" only:
+        log_multiple  (1,)  the logarithm of tau / unit.  Relative, so that weight decay pulls tau to the unit, a
+                            sensible temperature, and not to 1; not a scalar, because FSDP refuses those
+    `iterations`, a () tensor, is how many the last clustering used; 0 before the first.
     """
 
     def __init__(
@@ -40,23 +46,25 @@ class Clustered(nn.Module):
         bits: int,
         dim: int = 1,
         *,
-        tau: float | str = "auto",
+        tau: float | str | Schedule = "auto",
         steps: int | None = None,
         eps: float = 1e-4,
         max_iter: int = 5,
         metric: str = "sqeuclidean",
+        gradient: str = "unrolled",
         init: str = "kmeans",
         seed: int = 0,
         impl: str = "auto",
     ):
         super().__init__()
         check_bits_dim(bits, dim)
-        check_schedule(tau, steps)
-        check_options(1.0 if tau == "auto" else tau, eps, max_iter, metric, impl)
+        check_options(1.0, eps, max_iter, metric, impl, gradient)
         check_weight(weight)
+        check_temperature(tau, steps, weight.device)
         self.bits, self.dim, self.shape = bits, dim, weight.shape
         self.tau, self.steps = tau, steps
-        self.eps, self.max_iter, self.metric, self.impl = eps, max_iter, metric, impl
+        self.schedule = AUTO if tau == "auto" else tau if callable(tau) else None
+        self.eps, self.max_iter, self.metric, self.gradient, self.impl = eps, max_iter, metric, gradient, impl
         W = to_vectors(weight.detach(), dim)
         C = init_centroids(W, 2**bits, init=init, seed=seed)
         self.register_buffer("C", C)
@@ -64,41 +72,66 @@ class Clustered(nn.Module):
         self.register_buffer("seen", checksum(weight))
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=weight.device))
         self.register_buffer("unit", squared_error(W, C))
+        if tau == "learn":
+            hot = self.unit.new_full((1,), math.log(HOT))
+            self.log_multiple = nn.Parameter(hot, requires_grad=weight.requires_grad)
+        self.sharded: Sharded | None = None  # where fully_shard has split the weight
+        self.iterations = torch.zeros_like(self.step)  # no buffer: nothing to save, nothing to send to other ranks
 
     def forward(self, weight: Tensor) -> Tensor:
+        if self.sharded is not None:
+            return self.sharded.read(weight)
         if not (self.training and weight.requires_grad):
             return self.snapped(weight)
-        seen = checksum(weight)
-        changed = seen != self.seen
-        start = torch.where(changed, self.C, self.start)
-        step = self.step + changed
-        W_tilde, C, _ = cluster(
-            weight,
-            start,
-            tau=self.temperature(step),
-            eps=self.eps,
-            max_iter=self.max_iter,
-            metric=self.metric,
-            impl=self.impl,
-        )
-        self.C, self.start, self.seen, self.step = C, start, seen, step
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError(
+                "nn.DataParallel trains copies of the model that it throws away after every forward pass, and the "
+                "centroids with them: use DistributedDataParallel, a process for each device"
+            )
+        seen, start, step = self.moment(weight)
+        W_tilde, self.C, self.iterations = self.cluster(weight, start, step)
+        self.start, self.seen, self.step = start, seen, step
         return W_tilde
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Assigning to the attribute assigns the weight underneath."""
         return weight
 
+    def moment(self, weight: Tensor, add_up: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The weight's checksum, the centroids to cluster it from, and its step.  Changes nothing.
+
+        Where `weight` is a shard, `add_up` adds the checksums of all shards.
+        """
+        seen = checksum(weight)
+        seen = seen if add_up is None else add_up(seen)
+        changed = seen != self.seen
+        return seen, torch.where(changed, self.C, self.start), self.step + changed
+
+    def cluster(self, weight: Tensor, start: Tensor, step: Tensor) -> Clustering:
+        """The clustering of the weight at that moment.  Changes nothing."""
+        return cluster(
+            weight,
+            start,
+            tau=self.temperature(step),
+            eps=self.eps,
+            max_iter=self.max_iter,
+            metric=self.metric,
+            gradient=self.gradient,
+            impl=self.impl,
+        )
+
     def temperature(self, step: Tensor) -> Tensor | float:
-        """tau after `step` changes of the weight."""
-        if self.tau != "auto":
-            return self.tau
-        progress = (step / self.steps).clamp(max=1).to(self.unit.dtype)
-        return self.unit * HOT * (COLD / HOT) ** progress
+        """tau after `step` changes of the weight: a number, or a () tensor."""
+        if self.schedule is not None:
+            return self.unit * self.schedule((step / self.steps).clamp(max=1))
+        if self.tau == "learn":
+            return (self.unit * whole(self.log_multiple).exp()).view(())
+        return self.tau
 
     @torch.no_grad()
     def codes(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The centroids in the precision of the file, `(k, dim)`, and each vector's index, `(n,)` int64."""
-        C = self.C.to(stored_dtype(weight.dtype))
+        weight, C = whole(weight), self.C.to(stored_dtype(weight.dtype))
         return C, assign(to_vectors(weight, self.dim), C)
 
     @torch.no_grad()
@@ -147,25 +180,14 @@ def check_bits_dim(bits: int, dim: int) -> None:
         raise ValueError(f"dim must be an integer of at least 1, got {dim!r}")
 
 
-def check_schedule(tau: float | str, steps: int | None) -> None:
-    if isinstance(tau, str):
-        if tau != "auto":
-            raise ValueError(f'tau must be "auto" or a positive number, got {tau!r}')
-        if not isinstance(steps, int) or steps is True or steps < 1:
-            raise ValueError(
-                f'tau="auto" anneals over the training: say how many optimizer steps you will train, '
-                f"steps=<an integer of at least 1>, got steps={steps!r}; or give tau as a number"
-            )
-    else:
-        check_tau(tau)
-
-
 def check_weight(weight: Tensor, name: str = "the weight") -> None:
     """Raise unless the tensor can be clustered: floating point, not empty, finite, within 16-bit range."""
     if not weight.is_floating_point() or weight.element_size() < 2:
         raise TypeError(f"{name} is {weight.dtype}: only float64, float32, bfloat16 and float16 can be clustered")
     if weight.numel() == 0:
         raise ValueError(f"{name} is empty, shape {tuple(weight.shape)}: there is nothing to cluster")
+    if is_sharded(weight):
+        raise ValueError(f"{name} is a DTensor: call dkm.compress_ before fully_shard")
     if weight.is_meta:
         raise ValueError(f"{name} is on the meta device and has no values: load the weights before compressing them")
     largest = float(weight.detach().abs().amax())  # NaN wins over everything

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .clustered import Clustered, check_bits_dim, check_schedule, check_weight
+from .clustered import Clustered, check_bits_dim, check_weight
 from .plan import Owned, Plan, parameters
 from .plan import plan as make_plan
+from .sharded import Chain, reshard
+from .temperature import Schedule
 
 
 def compress_(
@@ -14,10 +16,11 @@ def compress_(
     plan: str | Plan,
     *,
     steps: int | None = None,
-    tau: float | str = "auto",
+    tau: float | str | Schedule = "auto",
     eps: float = 1e-4,
     max_iter: int = 5,
     metric: str = "sqeuclidean",
+    gradient: str = "unrolled",
     init: str = "kmeans",
     seed: int = 0,
     impl: str = "auto",
@@ -29,10 +32,11 @@ def compress_(
 
     Args:
         plan: "cv:4/4, fc:8/4", or what `dkm.plan` returned.
-        steps: how many optimizer steps you will train; tau="auto" anneals over them.
-        tau: "auto", or the paper's fixed temperature as a number.
+        steps: how many optimizer steps you will train; tau="auto" and every schedule anneal over them.
+        tau: "auto"; a number, the paper's fixed temperature; a schedule, see `dkm.temperature`; or "learn", a
+            parameter for every tensor: build the optimizer afterwards.
         init, seed: see `init_centroids`.
-        eps, max_iter, metric, impl: see `cluster`.
+        eps, max_iter, metric, gradient, impl: see `cluster`.
     """
     already = [owned.names[0] for owned in parameters(model) if owned.clustered is not None]
     if already:
@@ -48,10 +52,10 @@ def compress_(
             raise ValueError(f"the plan was made for another model: it has no {name} of shape {row.shape}")
         if isinstance(targets[name].owners[0][0], parametrize.ParametrizationList):
             raise ValueError(f"{name} is parametrized already: remove that parametrization first, or keep it")
-    check_schedule(tau, steps)
     for name, owned in targets.items():
         check_weight(owned.tensor, name)
-    options = dict(tau=tau, steps=steps, eps=eps, max_iter=max_iter, metric=metric, init=init, seed=seed, impl=impl)
+    options = dict(tau=tau, steps=steps, eps=eps, max_iter=max_iter, metric=metric, gradient=gradient)
+    options |= dict(init=init, seed=seed, impl=impl)
     # All of them first: an error leaves the model untouched.
     made = {n: Clustered(o.tensor, rows[n].bits, rows[n].dim, **options) for n, o in targets.items()}
     for name, owned in targets.items():
@@ -82,6 +86,7 @@ def _register(owned: Owned, clustered: Clustered) -> None:
         clustered.train(module.training)
         # unsafe: the checks it skips would run the clustering, and ours keeps shape and dtype
         parametrize.register_parametrization(module, attribute, clustered, unsafe=True)
+        module.parametrizations[attribute].__class__ = Chain
         _share_reads(module)
 
 
@@ -93,6 +98,11 @@ def snap_(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> nn.Module:
     `load(save(model, dtype=dtype))` gives.  Buffers, running statistics among them, stay as they are.
     """
     check_dtype(dtype)
+    if reshard(model) is not None:
+        raise ValueError(
+            "snap_ works on a whole model and fully_shard has split this one: dkm.save it, from all ranks, and "
+            "dkm.load that into a plain model"
+        )
     # All values first: taking one parametrization off may make a module read, and so cluster, another weight.
     dense = {}
     for owned in parameters(model):

@@ -29,11 +29,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from .clustered import Clustered
+from .clustered import Clustered, stored_dtype
 from .codec import pack, unpack
 from .compress import check_dtype, rounded
 from .functional import from_vectors
 from .plan import Plan, Row, parameters
+from .sharded import is_first, on_first, reshard, whole
 
 VERSION = 1
 _BLANK = "0" * 64
@@ -48,11 +49,19 @@ def save(model: nn.Module, path: str | os.PathLike, *, dtype: torch.dtype = torc
 
     Centroids take 16 bit.  Parameters that are not clustered take `dtype`; buffers keep theirs.  The file
     appears whole or not at all.
+
+    Of a model that `fully_shard` has split, all ranks call this, and the first one writes.  One tensor at a time
+    is gathered.
     """
-    data = encode(model, dtype)
     path = Path(path)
     if not path.name:
         raise FileError(f"cannot write {path}: it names a folder; add a file name")
+    mesh = reshard(model)
+    data = encode(model, dtype)
+    return on_first(mesh, lambda: _write(path, data))
+
+
+def _write(path: Path, data: bytes) -> int:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         try:
@@ -105,7 +114,11 @@ class Size(Plan):
 
 
 def size(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> Size:
-    """What a compressed model takes: `.megabytes` as the paper counts, `.file_bytes` as `save` would write."""
+    """What a compressed model takes: `.megabytes` as the paper counts, `.file_bytes` as `save` would write.
+
+    Of a model that `fully_shard` has split, all ranks call this.
+    """
+    mesh = reshard(model)
     rows = []
     for owned in parameters(model):
         name, *aliases = owned.names
@@ -114,34 +127,47 @@ def size(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> Size:
         width = 16 if tensor.is_floating_point() else 8 * tensor.element_size()
         reason = "kept" if clustered is None else "clustered"
         rows.append(Row(name, tuple(tensor.shape), "", bits, dim, reason, tuple(aliases), width))
-    return Size(tuple(rows), len(encode(model, dtype)))
+    data = encode(model, dtype)
+    return Size(tuple(rows), on_first(mesh, lambda: len(data)))
 
 
 @torch.no_grad()
 def encode(model: nn.Module, dtype: torch.dtype = torch.float16) -> bytes:
-    """The bytes of the file."""
+    """The bytes of the file.  Of a sharded model, all ranks call this and only the first gets them."""
     check_dtype(dtype)
+    writes = is_first(reshard(model))
     entries: dict[str, dict] = {}
     ties: dict[str, str] = {}
     arrays: dict[str, Tensor] = {}
     owned_parameters = parameters(model)
     if all(owned.clustered is None for owned in owned_parameters):
         raise FileError("the model has no clustered tensor: call dkm.compress_(model, plan, ...) first")
+
+    def keep(name: str, tensor: Tensor) -> None:
+        # a copy each: safetensors refuses tensors that share memory, and ours may be views
+        arrays[name] = tensor.detach().cpu().contiguous().clone()
+
     for owned in owned_parameters:
         name, *aliases = owned.names
         entries[name] = _entry(owned.tensor)
         ties |= dict.fromkeys(aliases, name)
-        if owned.clustered is None:
-            _check_finite(name, owned.tensor)
-            arrays[f"dense/{name}"] = rounded(owned.tensor, dtype)
+        weight, clustered = whole(owned.tensor), owned.clustered
+        # on every rank: where only one raised, the others would wait for it in the next collective
+        _check_finite(name, weight, *([clustered.C.to(stored_dtype(weight.dtype))] if clustered else []))
+        if not writes:
+            continue
+        if clustered is None:
+            keep(f"dense/{name}", rounded(weight, dtype))
         else:
-            entries[name] |= {"bits": owned.clustered.bits, "dim": owned.clustered.dim}
-            arrays |= _clustered_arrays(name, owned.clustered, owned.tensor)
+            entries[name] |= {"bits": clustered.bits, "dim": clustered.dim}
+            C, codes = clustered.codes(weight)
+            keep(f"codes/{name}", pack(codes, clustered.bits))
+            keep(f"centroids/{name}", C)
     for name, tensor in _other_state(model, {name for owned in owned_parameters for name in owned.names}).items():
         entries[name] = _entry(tensor)
-        arrays[f"dense/{name}"] = tensor
-    # a copy each: safetensors refuses tensors that share memory, and ours may be views
-    arrays = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in arrays.items()}
+        keep(f"dense/{name}", whole(tensor))
+    if not writes:
+        return b""
     metadata = {
         "format": "dkm",
         "version": str(VERSION),
@@ -167,12 +193,6 @@ def _with_metadata(container: bytes, metadata: dict[str, str]) -> bytes:
 
 def _entry(tensor: Tensor) -> dict:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-
-
-def _clustered_arrays(name: str, clustered: Clustered, weight: Tensor) -> dict[str, Tensor]:
-    C, codes = clustered.codes(weight)
-    _check_finite(name, C, weight)
-    return {f"codes/{name}": pack(codes, clustered.bits), f"centroids/{name}": C}
 
 
 def _check_finite(name: str, *tensors: Tensor) -> None:

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torch import nn
+
+from benchmarks import monitor
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -27,3 +31,12 @@ def test_tables_come_out(tmp_path):
         assert max(map(len, table)) <= 100
     assert all(row["ours"]["dW"] < 1e-3 for row in numbers["accuracy"])
     assert all(row["ours"]["extra"] <= row["bound"] for row in numbers["memory"])
+
+
+def test_the_monitor_is_measured():
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    times = monitor.measure(build, "1:2, 3:2", (4, 3, 4, 4), "cpu", rounds=3)
+    assert times["every"] == 100
+    assert 0 < times["idle"] < times["record"] < 100 * times["step"]

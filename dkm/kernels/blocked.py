@@ -292,7 +292,7 @@ def backward(
     elif gradient == "implicit":
         dC = solve(dC, lambda u: through_update(u, r - 1, None))
         through_update(dC, r - 1, dW)
-    del columns
+    columns = None
     return vectors.flat(dW.to(W.dtype), W.numel()), dC
 
 

@@ -1,0 +1,87 @@
+"""transformers' Trainer: `Trainer(..., callbacks=[DKMCallback("xform:4/4, emb:8/4")])`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..plan import Plan, parameters
+from . import Compression
+
+
+class DKMCallback(TrainerCallback):
+    """Compresses the Trainer's model, logs how the clustering goes, and writes the .dkm file at the end.
+
+    Pass it to `Trainer(callbacks=[...])`: the model is compressed there and then, because the Trainer reads a
+    checkpoint before it tells callbacks that training begins.  `trainer.train(resume_from_checkpoint=True)`
+    continues as if nothing had happened.  With `load_best_model_at_end` the file holds the best model.
+
+    Args: see `dkm.integrations.Compression`; `output` is relative to `args.output_dir`.
+    """
+
+    def __init__(
+        self,
+        plan: str | Plan | None,
+        output: str | Path | None = "model.dkm",
+        *,
+        dtype: torch.dtype = torch.float16,
+        recalibrate: int = 0,
+        **options: Any,
+    ):
+        self.compression = Compression(plan, output, dtype, recalibrate, options)
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+    ) -> None:
+        self.compression.compress(model)
+        _declare_ties(model)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+    ) -> None:
+        # Another model than at the beginning (`model_init` makes one for each training), or never called before
+        # (`add_callback`): early enough, but for a checkpoint and for parameters that the optimizer has to know.
+        if self.compression.plan is not None and not self.compression.has_compressed(model):
+            if state.global_step or self.compression.options.get("tau") == "learn":
+                raise ValueError(
+                    "the Trainer has read the checkpoint and made the optimizer for a model that was not compressed "
+                    "yet: pass DKMCallback to Trainer(callbacks=[...]), or compress in model_init and use "
+                    "DKMCallback(None)"
+                )
+            self.compression.compress(model)
+        _declare_ties(model)
+        self.compression.begin(model, state.max_steps)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is not None and "loss" in logs:  # of training: not the evaluation, not the final summary
+            figures = self.compression.figures(state.global_step)
+            logs.update(figures)
+            state.log_history[-1].update(figures)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.compression.finish(model, train_dataloader, args.output_dir, write=state.is_world_process_zero)
+
+
+def _declare_ties(model: nn.Module) -> None:
+    """Tell `save_pretrained` which tensors are second names: it refuses to save a tie that it does not know, and
+    it knows them by their plain names."""
+    for owned in parameters(model):
+        for module, attribute in owned.owners[1:] if owned.clustered is not None else ():
+            module.parametrizations[attribute]._tied_weights_keys = {"original": "", "0": ""}

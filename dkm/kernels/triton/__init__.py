@@ -1,0 +1,251 @@
+"""The loop on a GPU: attention never leaves the chip, the host never waits, and a pass is one launch.
+
+    frame.py         the iterations, convergence, sums over programs: what both families share
+    differences.py   distances by differences: d = 1, few centroids, the plain distance
+    products.py      matrix products on the tensor cores: all else
+    table.py         d = 1 in 16 bit: the loop on a table of all values
+
+Everything is float32, whatever the dtype of the weight.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..implicit import solve
+from ..reference import no_mass
+from . import frame, table
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+MAX_D = 64
+TABLE = 1 << 20  # from this many weights on, a table of all 16-bit values is worth making
+NO_MASS = no_mass(torch.float32)
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+def fits(W: Tensor, d: int) -> bool:
+    """Whether these kernels are for this weight."""
+    return W.dtype in (torch.float32, torch.bfloat16, torch.float16) and d <= MAX_D and W.numel() < 2**31
+
+
+def forward(
+    W: Tensor,
+    C: Tensor,
+    tau: Tensor,
+    eps: float,
+    max_iter: int,
+    metric: str,
+    reduce: Reduce | None = None,
+):
+    """`(N,), (k, d) -> W_tilde (N,), iterations, trail`; see the package's docstring."""
+    if not (W.is_cuda or INTERPRETED):
+        raise ValueError(f'impl="triton" needs a GPU, and the weight is on {W.device}: use impl="auto"')
+    if not fits(W, C.shape[1]):
+        raise ValueError(
+            f'impl="triton" computes in float32, for d up to {MAX_D} and under 2^31 weights; '
+            f'got {W.dtype}, d = {C.shape[1]}, {W.numel()} weights: use impl="auto"'
+        )
+    if not _by_table(W, C.shape[1]):
+        return _forward(W, None, C, tau, eps, max_iter, metric, reduce)
+    values, counts, _ = table.population(W)
+    W_tilde, iterations, trail = _forward(values, counts, C, tau, eps, max_iter, metric, reduce)
+    return table.look_up(W, W_tilde), iterations, trail
+
+
+def backward(
+    G: Tensor,
+    W: Tensor,
+    trail: Tensor,
+    iterations: Tensor,
+    tau: Tensor,
+    metric: str,
+    gradient: str = "unrolled",
+    reduce: Reduce | None = None,
+):
+    """The gradient of W_tilde, `(N,)` -> those of W, `(N,)`, and of the centroids, `(k, d)`; see the package."""
+    if not _by_table(W, trail.shape[2] - 1):
+        return _Backward(G, W, None, trail, iterations, tau, metric, gradient, reduce).run()
+    values, counts, sums = table.population(W, G)
+    through_updates = _Backward(sums, values, counts, trail, iterations, tau, metric, gradient, reduce, output=False)
+    offsets, dC = through_updates.run()
+    slopes = through_updates.slopes()
+    return table.look_up_gradient(W, G, slopes, offsets), dC
+
+
+def _by_table(W: Tensor, d: int) -> bool:
+    return d == 1 and W.element_size() == 2 and W.numel() >= TABLE
+
+
+class _Tiles(NamedTuple):
+    """Which family, how large its tiles are, and how many programs share them."""
+
+    n: int  # vectors
+    KP: int  # centroids, whole tiles
+    programs: int
+    arguments: dict  # of the kernels
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles(N: int, k: int, d: int, euclidean: bool, counts: bool, device: torch.device) -> _Tiles:
+    n = -(-N // d)
+    BK = max(2, triton.next_power_of_2(k))
+    DP = triton.next_power_of_2(d)
+    DS = max(8, DP)
+    products = d > 1 and not euclidean and DP * BK > 64
+    if products:
+        large = BK >= 128 and DS <= 16
+        BK = 128 if large else 64
+        BN, warps, each = (128, 8, 1) if large else (64, 4, 2)
+    else:
+        BK = min(BK, 256 if d == 1 else max(2, 128 // DP))
+        warps = 8 if BK >= 128 else 4
+        # a thread has this many columns of a tile: more would not fit its registers
+        columns = max(1, min(8, 64 // (BK * DP)))
+        BN = 32 if BK >= 128 else 32 * warps * columns
+        each = 1 if BK >= 128 else 2
+    NK = -(-k // BK)
+    processors = 3 if INTERPRETED else each * torch.cuda.get_device_properties(device).multi_processor_count
+    arguments = dict(
+        PRODUCTS=products, EUCLIDEAN=euclidean, COUNTS=counts, D=d, DP=DP, DS=DS,
+        E=max(DS, triton.next_power_of_2(d + 1)), BK=BK, BN=BN, NK=NK, ROWS=4, CHUNK=64, num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    return _Tiles(n, NK * BK, max(1, min(-(-n // BN), processors)), arguments)
+
+
+def _scratch(tiles: _Tiles, like: Tensor, max_iter: int, tables: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where iterations leave how far they went, the barrier's counter, partial sums, and tables of products."""
+    state = torch.zeros(max_iter + 1, device=like.device)
+    d, DS = tiles.arguments["D"], tiles.arguments["DS"]
+    make = torch.empty if tiles.n else torch.zeros
+    partial = make(tiles.programs, tiles.KP, d + 1, device=like.device)
+    # a pointer is wanted even where there is nothing to point to
+    rows = (tables * tiles.KP, 12 * DS) if tiles.arguments["PRODUCTS"] else (1, 1)
+    return (
+        state,
+        state[max_iter:].view(torch.int32),
+        partial,
+        torch.empty(rows, dtype=torch.bfloat16, device=like.device),
+    )
+
+
+def _forward(W, counts, C, tau, eps, max_iter, metric, reduce):
+    k, d = C.shape
+    tiles = _tiles(W.numel(), k, d, metric == "euclidean", counts is not None, W.device)
+    moves, counter, partial, Qs = _scratch(tiles, W, max_iter, max_iter + 1)
+    trail = torch.empty(max_iter + 1, k, d + 1, device=W.device)
+    iterations = torch.empty((), dtype=torch.int64, device=W.device)
+    W_tilde = torch.empty_like(W)
+    C = C.float().contiguous()
+
+    def launch(phase: int, t: int = 0, rows: int = tiles.programs, **options) -> None:
+        frame.forward_kernel[(tiles.programs,)](
+            W, W if counts is None else counts, C, tau, trail, moves, counter, partial, Qs, iterations, W_tilde,
+            W.numel(), tiles.n, k, tiles.KP, rows, eps, NO_MASS, max_iter, t, PHASE=phase, **tiles.arguments, **options,
+        )  # fmt: skip
+
+    if reduce is None and not INTERPRETED:
+        launch(frame.ALL.value, launch_cooperative_grid=True)
+        return W_tilde, iterations, trail
+    launch(frame.PREPARE.value)
+    for t in range(max_iter):
+        launch(frame.SUMS.value, t)
+        if reduce is None:
+            launch(frame.TAKE.value, t)
+        else:
+            launch(frame.FOLD.value, t)
+            partial[0, :k] = reduce(partial[0, :k].contiguous())
+            launch(frame.TAKE.value, t, 1)
+    launch(frame.MAP.value, max_iter)
+    return W_tilde, iterations, trail
+
+
+class _Backward:
+    def __init__(self, G, W, counts, trail, iterations, tau, metric, gradient, reduce, output=True):
+        self.max_iter, self.k, self.d = trail.shape[0] - 1, trail.shape[1], trail.shape[2] - 1
+        self.gradient, self.reduce, self.output = gradient, reduce, output
+        # a table's dW is not a sum over the output and the updates, and the fixed point's updates come later
+        self.push = gradient == "unrolled" and counts is None and W.dtype == torch.float32
+        self.tiles = tiles = _tiles(W.numel(), self.k, self.d, metric == "euclidean", counts is not None, W.device)
+        _, counter, self.partial, Qs = _scratch(tiles, W, self.max_iter, self.max_iter + 1)
+        Hs = torch.empty_like(Qs if tiles.arguments["PRODUCTS"] else trail)
+        self.us = torch.empty(self.max_iter + 1, self.k, self.d, device=W.device)
+        self.dW = torch.empty_like(W)
+        self.G = G
+        self.common = (
+            W, W if counts is None else counts, trail, iterations, tau, self.us, Hs, Hs, Qs, counter, self.partial
+        )  # fmt: skip
+        self.sizes = W.numel(), tiles.n, self.k, tiles.KP
+
+    def launch(
+        self,
+        phase,
+        t=0,
+        slot=0,
+        target=0,
+        rows=None,
+        output=False,
+        updates=False,
+        push=False,
+        G=None,
+        dW=None,
+        **options,
+    ):
+        frame.backward_kernel[(self.tiles.programs,)](
+            self.G if G is None else G, *self.common, self.dW if dW is None else dW, *self.sizes,
+            self.tiles.programs if rows is None else rows, NO_MASS, self.max_iter, t, slot, target, PHASE=phase,
+            MODE=self.gradient, OUTPUT=output, UPDATES=updates, PUSH=push, **self.tiles.arguments, **options,
+        )  # fmt: skip
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        if self.gradient == "unrolled" and self.reduce is None and not INTERPRETED:
+            self.launch(frame.ALL.value, output=self.output, updates=True, push=self.push, launch_cooperative_grid=True)
+            return self.dW, self.us[0]
+        self.launch(frame.PREPARE.value)
+        self.receive(output=True)
+        dC = self.us[0]
+        if self.gradient == "unrolled":
+            for t in range(self.max_iter - 2, -1, -1):
+                self.receive(t, t + 1, t)
+        elif self.gradient == "implicit":
+            dC = solve(dC.clone(), self.through_fixed_point)
+            self.hold(dC)
+        if not self.push:
+            self.launch(frame.MAP.value, output=self.output, updates=self.gradient != "last")
+        return self.dW, dC
+
+    def receive(self, t: int = 0, slot: int = 0, target: int = 0, output: bool = False) -> None:
+        """What the centroids receive through the output, or through iteration t from H in `slot`: into us[target]."""
+        self.launch(frame.SUMS.value, t, slot, target, output=output, push=self.push)
+        rows = None
+        if self.reduce is not None:
+            self.launch(frame.FOLD.value, t, slot, target, output=output)
+            self.partial[0, : self.k] = self.reduce(self.partial[0, : self.k].contiguous())
+            rows = 1
+        self.launch(frame.TAKE.value, t, slot, target, rows, output=output)
+
+    def hold(self, u: Tensor) -> None:
+        """H of u, for the way through the last iteration, into the slot past all others."""
+        self.us[self.max_iter] = u
+        _, _, trail, iterations, _, us, Hs, tables, *_ = self.common
+        names = ("PRODUCTS", "D", "DS", "E", "ROWS")
+        frame.fixed_point_kernel[(-(-self.tiles.KP // self.tiles.arguments["ROWS"]),)](
+            trail, iterations, us, Hs, tables, self.k, self.tiles.KP, NO_MASS, self.max_iter, self.max_iter,
+            **{name: self.tiles.arguments[name] for name in names},
+        )  # fmt: skip
+
+    def through_fixed_point(self, u: Tensor) -> Tensor:
+        self.hold(u)
+        self.receive(0, self.max_iter, 0)
+        return self.us[0].clone()
+
+    def slopes(self) -> Tensor:
+        """The derivative of W_tilde by the weight, each by itself: dW of a gradient of ones, centroids held still."""
+        result = torch.empty_like(self.dW)
+        self.launch(frame.MAP.value, output=True, G=torch.ones_like(self.dW), dW=result)
+        return result

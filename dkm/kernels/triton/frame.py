@@ -1,0 +1,391 @@
+"""The loop around the two families: one launch for the forward pass, one for the backward pass.
+
+A program walks over tiles of vectors, keeps what they contribute to the centroids in registers, and writes it once,
+to its row of `partial`.  When all programs have arrived at a barrier, the rows are added in a fixed order (results
+do not depend on timing), a few centroids a program, and after another barrier the next iteration begins.
+Convergence is seen by every program alike: the host never waits.
+
+Programs that wait for one another must all be on the chip: these launches are cooperative.  Without barriers (the
+interpreter runs one program after another; processes that share a weight add up their sums in between), the
+host launches PHASE after PHASE.
+"""
+
+import triton
+import triton.language as tl
+
+from . import differences, products
+from .products import NEVER, split
+
+ALL = tl.constexpr(0)
+PREPARE = tl.constexpr(1)  # what the first iteration needs
+SUMS = tl.constexpr(2)  # contributions to the centroids, into `partial`
+FOLD = tl.constexpr(3)  # the rows of `partial` added up, into its first row
+TAKE = tl.constexpr(4)  # from the contributions to the centroids, or to their gradient
+MAP = tl.constexpr(5)  # from the centroids to W_tilde, or to dW
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _barrier(counter, programs):
+    """Nobody goes on before everybody is here; what was written before is seen after."""
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+    target = (arrived // programs + 1) * programs
+    now = arrived + 1
+    while now < target:
+        now = tl.atomic_add(counter, 0, sem="acq_rel")
+    tl.debug_barrier()
+
+
+@triton.jit
+def _fold(partial, P, ks, KP, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """The P rows of `partial` `(P, KP, D + 1)`, in order: `(ROWS, E)` for the centroids `ks`."""
+    total = tl.zeros((ROWS, E), tl.float32)
+    column = tl.arange(0, E)
+    at = ks[:, None] * (D + 1) + column[None, :]
+    mask = (ks < KP)[:, None] & (column <= D)[None, :]
+    for first in range(0, P, CHUNK):
+        p = first + tl.arange(0, CHUNK)
+        # .cg: other processors wrote it, and an earlier iteration's may be in this one's cache
+        piece = tl.load(
+            partial + p[:, None, None] * (KP * (D + 1)) + at[None, :, :],
+            mask=(p < P)[:, None, None] & mask[None, :, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        total += tl.sum(piece, 0)
+    return total
+
+
+@triton.jit
+def _pick(X, i, E: tl.constexpr):
+    """Column i of `(ROWS, E)`, as `(ROWS, 1)`."""
+    return tl.sum(tl.where((tl.arange(0, E) == i)[None, :], X, 0.0), 1)[:, None]
+
+
+@triton.jit
+def _write_table(table, values, offset, ks, KP, D: tl.constexpr, DS: tl.constexpr, E: tl.constexpr):
+    """Rows `ks` of a table of `products`: `(ROWS, E)` values, of which D count, and `(ROWS, 1)` offsets."""
+    column = tl.arange(0, E)[None, :]
+    high, middle, low = split(tl.where(column < D, values, 0.0))
+    # three columns, that three ones meet
+    o_high, o_middle, o_low = split(offset)
+    offset = tl.where(column == 0, o_high, tl.where(column == 1, o_middle, o_low))
+    offset = tl.where(column < 3, offset.to(tl.float32), 0.0).to(tl.bfloat16)
+    zero = tl.zeros_like(high)
+    mask = (ks < KP)[:, None] & (column < DS)
+    at = table + ks[:, None] * (12 * DS) + column
+    _write_four(at, high, high, high, middle, mask, DS)
+    _write_four(at + 4 * DS, middle, low, offset, zero, mask, DS)
+    _write_four(at + 8 * DS, high, middle, low, zero, mask, DS)
+
+
+@triton.jit
+def _write_four(at, a, b, c, d, mask, DS: tl.constexpr):
+    tl.store(at, a, mask=mask)
+    tl.store(at + DS, b, mask=mask)
+    tl.store(at + 2 * DS, c, mask=mask)
+    tl.store(at + 3 * DS, d, mask=mask)
+
+
+@triton.jit
+def _write_centroids(Q, C, ks, K, KP, scale, D: tl.constexpr, DS: tl.constexpr, E: tl.constexpr):
+    """The table for logits, of `(ROWS, E)` centroids."""
+    C = tl.where((tl.arange(0, E) < D)[None, :], C, 0.0)
+    offset = tl.where((ks < K)[:, None], tl.sum(C * C, 1)[:, None] * -scale, NEVER)
+    _write_table(Q, C * (2 * scale), offset, ks, KP, D, DS, E)
+
+
+@triton.jit
+def _centroid_rows(X, ks, K, STRIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr):
+    """`(ROWS, E)`: rows `ks`, the first D columns."""
+    column = tl.arange(0, E)
+    mask = (ks < K)[:, None] & (column < D)[None, :]
+    return tl.load(X + ks[:, None] * STRIDE + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _move(
+    trail, moves, partial, Qs, P, K, KP, scale, no_mass, t, program, programs, PRODUCTS: tl.constexpr,
+    D: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """From the sums of iteration t to row t + 1 of the trail, and how far a centroid has moved at most."""
+    column = tl.arange(0, E)
+    for block in range(program * ROWS, KP, programs * ROWS):
+        ks = block + tl.arange(0, ROWS)
+        sums = _fold(partial, P, ks, KP, D, E, ROWS, CHUNK)
+        mass = _pick(sums, D, E)
+        C = _centroid_rows(trail + t * K * (D + 1), ks, K, D + 1, D, E)
+        empty = mass <= no_mass
+        valid = (ks < K)[:, None] & (column < D)[None, :]
+        C_next = tl.where(valid, tl.where(empty, C, sums / tl.where(empty, 1.0, mass)), 0.0)
+        tl.atomic_max(moves + t, tl.max(tl.max(tl.abs(C_next - C), 1), 0))
+        at = trail + (t + 1) * K * (D + 1) + ks[:, None] * (D + 1) + column[None, :]
+        row = tl.where((column == D)[None, :], mass, C_next)
+        tl.store(at, row, mask=(ks < K)[:, None] & (column <= D)[None, :])
+        if PRODUCTS:
+            _write_centroids(Qs + (t + 1) * KP * 12 * DS, C_next, ks, K, KP, scale, D, DS, E)
+
+
+@triton.jit(do_not_specialize=["t", "P"])
+def forward_kernel(
+    W, counts, C, tau, trail, moves, counter, partial, Qs, iterations, W_tilde, N, n, K, KP, P, eps, no_mass, max_iter,
+    t, PHASE: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Up to max_iter iterations, then W_tilde = A C with the A and the C that belong together."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    scale = LOG2E / tl.load(tau)
+    row = K * (D + 1)
+    if PHASE == ALL or PHASE == PREPARE:
+        for block in range(program * ROWS, KP, programs * ROWS):
+            ks = block + tl.arange(0, ROWS)
+            column = tl.arange(0, E)
+            first = _centroid_rows(C, ks, K, D, D, E)
+            at = trail + ks[:, None] * (D + 1) + column[None, :]
+            tl.store(at, first, mask=(ks < K)[:, None] & (column <= D)[None, :])
+            if PRODUCTS:
+                _write_centroids(Qs, first, ks, K, KP, scale, D, DS, E)
+    if PHASE == ALL:
+        _barrier(counter, programs)
+        t = 0
+        running = 1
+        while (t < max_iter) & (running != 0):
+            if PRODUCTS:
+                products.sums(W, Qs + t * KP * 12 * DS, partial, N, n, KP, program, programs, D, DS, BK, BN, NK)
+            else:
+                differences.sums(
+                    W, counts, trail + t * row, scale, partial, N, n, K, KP, program, programs, D, DP, BK, BN, NK,
+                    EUCLIDEAN, COUNTS,
+                )  # fmt: skip
+            _barrier(counter, programs)
+            _move(
+                trail, moves, partial, Qs, P, K, KP, scale, no_mass, t, program, programs, PRODUCTS, D, DS, E, ROWS,
+                CHUNK,
+            )  # fmt: skip
+            _barrier(counter, programs)
+            running = (tl.load(moves + t) > eps).to(tl.int32)
+            t += 1
+    else:
+        # converged earlier: there is nothing to do but to remember when
+        used = 1
+        running = 1
+        for i in range(0, t):
+            running = running * (tl.load(moves + i) > eps).to(tl.int32)
+            used += running
+        if PHASE == MAP:
+            t = tl.minimum(used, max_iter)
+        elif used <= t:
+            return
+    if PHASE == SUMS:
+        if PRODUCTS:
+            products.sums(W, Qs + t * KP * 12 * DS, partial, N, n, KP, program, programs, D, DS, BK, BN, NK)
+        else:
+            differences.sums(
+                W, counts, trail + t * row, scale, partial, N, n, K, KP, program, programs, D, DP, BK, BN, NK,
+                EUCLIDEAN, COUNTS,
+            )  # fmt: skip
+    if PHASE == FOLD:
+        _fold_rows(partial, P, KP, program, programs, D, E, ROWS, CHUNK)
+    if PHASE == TAKE:
+        _move(
+            trail, moves, partial, Qs, P, K, KP, scale, no_mass, t, program, programs, PRODUCTS, D, DS, E, ROWS, CHUNK
+        )
+    if PHASE == ALL or PHASE == MAP:
+        if program == 0:
+            tl.store(iterations, t.to(tl.int64))
+        if PRODUCTS:
+            products.averages(
+                W, Qs + (t - 1) * KP * 12 * DS, scale, W_tilde, N, n, program, programs, D, DS, BK, BN, NK
+            )
+        else:
+            differences.averages(
+                W, trail + (t - 1) * row, scale, W_tilde, N, n, K, program, programs, D, DP, BK, BN, NK, EUCLIDEAN
+            )
+
+
+@triton.jit
+def _fold_rows(partial, P, KP, program, programs, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, E)
+    for block in range(program * ROWS, KP, programs * ROWS):
+        ks = block + tl.arange(0, ROWS)
+        total = _fold(partial, P, ks, KP, D, E, ROWS, CHUNK)
+        at = partial + ks[:, None] * (D + 1) + column[None, :]
+        tl.store(at, total, mask=(ks < KP)[:, None] & (column <= D)[None, :])
+
+
+@triton.jit
+def _write_H(
+    us, Hs, tables, trail, ks, u, K, KP, no_mass, t, slot, PRODUCTS: tl.constexpr, D: tl.constexpr, DS: tl.constexpr,
+    E: tl.constexpr,
+):  # fmt: skip
+    """H = u / mass for the way through iteration t, which made row t + 1: into `slot`, `(k, d + 1)`, or its table."""
+    column = tl.arange(0, E)
+    C_next = trail + (t + 1) * K * (D + 1)
+    mass = tl.load(C_next + ks * (D + 1) + D, mask=ks < K, other=0.0)[:, None]
+    h = tl.where(mass <= no_mass, 0.0, u / tl.where(mass <= no_mass, 1.0, mass))
+    h = tl.where((column < D)[None, :], h, 0.0)
+    offset = tl.sum(h * _centroid_rows(C_next, ks, K, D + 1, D, E), 1)[:, None]
+    if PRODUCTS:
+        _write_table(tables + slot * KP * 12 * DS, h, -offset, ks, KP, D, DS, E)
+    else:
+        at = Hs + slot * K * (D + 1) + ks[:, None] * (D + 1) + column[None, :]
+        h = tl.where((column == D)[None, :], offset, h)
+        tl.store(at, h, mask=(ks < K)[:, None] & (column <= D)[None, :])
+
+
+@triton.jit
+def _take(
+    trail, us, Hs, tables, partial, P, K, KP, no_mass, t, target, stays, program, programs, PRODUCTS: tl.constexpr,
+    D: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """What row t of the trail received, into `us[target]`; an empty centroid passes on, from the next row, too."""
+    column = tl.arange(0, E)
+    for block in range(program * ROWS, KP, programs * ROWS):
+        ks = block + tl.arange(0, ROWS)
+        total = _fold(partial, P, ks, KP, D, E, ROWS, CHUNK)
+        C = _centroid_rows(trail + t * K * (D + 1), ks, K, D + 1, D, E)
+        u = total - _pick(total, D, E) * C
+        mask = (ks < K)[:, None] & (column < D)[None, :]
+        at = us + target * K * D + ks[:, None] * D + column[None, :]
+        if stays:
+            mass = tl.load(trail + (t + 1) * K * (D + 1) + ks * (D + 1) + D, mask=ks < K, other=0.0)[:, None]
+            u += tl.where(mass <= no_mass, tl.load(at + K * D, mask=mask, other=0.0), 0.0)
+        tl.store(at, u, mask=mask)
+        if t > 0:  # on the way through iteration t - 1, which made this row
+            _write_H(us, Hs, tables, trail, ks, u, K, KP, no_mass, t - 1, target, PRODUCTS, D, DS, E)
+
+
+@triton.jit
+def _gradient_sums(
+    G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program, programs,
+    UPDATE: tl.constexpr, PUSH: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr,
+    COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    NK: tl.constexpr,
+):  # fmt: skip
+    if PRODUCTS:
+        products.gradient_sums(
+            G, W, Qs + t * KP * 12 * DS, tables + slot * KP * 12 * DS, scale, slope, partial, dW, N, n, KP, program,
+            programs, UPDATE, PUSH, D, DS, BK, BN, NK,
+        )  # fmt: skip
+    else:
+        C = trail + t * K * (D + 1)
+        differences.gradient_sums(
+            G, W, counts, C, C + K * (D + 1), Hs + slot * K * (D + 1), scale, slope, partial, dW, N, n, K, KP,
+            program, programs, UPDATE, PUSH, D, DP, BK, BN, NK, EUCLIDEAN, COUNTS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["t", "slot", "target", "P"])
+def backward_kernel(
+    G, W, counts, trail, iterations, tau, us, Hs, tables, Qs, counter, partial, dW, N, n, K, KP, P, no_mass, max_iter,
+    t, slot, target, PHASE: tl.constexpr, MODE: tl.constexpr, OUTPUT: tl.constexpr, UPDATES: tl.constexpr,
+    PUSH: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """From the last iteration to the first, what the centroids receive, `us`; then dW, through all of them at once.
+
+    With PUSH, dW adds up on the way instead: fewer exponentials, but in 16 bit the sum would lose what the arithmetic
+    kept, and a float32 one would take twice the memory.
+
+    us[i] is the gradient of row i of the trail and H of `slot` i belongs to it, but for the fixed point: there,
+    slot max_iter belongs to row `used`, of which t = used - 1 is the iteration.
+    OUTPUT and UPDATES say what MAP, or for OUTPUT also SUMS, goes through.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    temperature = tl.load(tau)
+    scale = LOG2E / temperature
+    slope = (1.0 if EUCLIDEAN else 2.0) / temperature
+    used = tl.load(iterations).to(tl.int32)
+    if PHASE == ALL or PHASE == PREPARE:
+        if PRODUCTS:
+            for i in range(0, used):
+                for block in range(program * ROWS, KP, programs * ROWS):
+                    ks = block + tl.arange(0, ROWS)
+                    C = _centroid_rows(trail + i * K * (D + 1), ks, K, D + 1, D, E)
+                    _write_centroids(Qs + i * KP * 12 * DS, C, ks, K, KP, scale, D, DS, E)
+    if PHASE == ALL:
+        if PRODUCTS:
+            _barrier(counter, programs)
+        _gradient_sums(
+            G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, used - 1, 0, program,
+            programs, False, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK,
+        )  # fmt: skip
+        _barrier(counter, programs)
+        _take(
+            trail, us, Hs, tables, partial, P, K, KP, no_mass, used - 1, used - 1, False, program, programs, PRODUCTS,
+            D, DS, E, ROWS, CHUNK,
+        )  # fmt: skip
+        _barrier(counter, programs)
+        for back in range(2, used + 1):
+            i = used - back
+            _gradient_sums(
+                G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, i, i + 1, program,
+                programs, True, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK,
+            )  # fmt: skip
+            _barrier(counter, programs)
+            _take(
+                trail, us, Hs, tables, partial, P, K, KP, no_mass, i, i, True, program, programs, PRODUCTS, D, DS, E,
+                ROWS, CHUNK,
+            )  # fmt: skip
+            _barrier(counter, programs)
+    if PHASE == SUMS or PHASE == TAKE:
+        if MODE == "unrolled" and not OUTPUT:
+            if t >= used - 1:
+                return
+        else:
+            t = used - 1
+            if MODE == "unrolled":
+                target = t
+    if PHASE == SUMS:
+        _gradient_sums(
+            G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program,
+            programs, not OUTPUT, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK,
+        )  # fmt: skip
+    if PHASE == FOLD:
+        _fold_rows(partial, P, KP, program, programs, D, E, ROWS, CHUNK)
+    if PHASE == TAKE:
+        _take(
+            trail, us, Hs, tables, partial, P, K, KP, no_mass, t, target, (MODE == "unrolled") and not OUTPUT, program,
+            programs, PRODUCTS, D, DS, E, ROWS, CHUNK,
+        )  # fmt: skip
+    if PHASE == MAP or (PHASE == ALL and not PUSH):
+        low = 0
+        high = 0
+        shift = 1
+        if UPDATES:
+            if MODE == "unrolled":
+                high = used - 1
+            else:
+                low = used - 1
+                high = used
+                shift = max_iter - low
+        if PRODUCTS:
+            products.gradient(
+                G, W, Qs, tables, scale, slope, dW, N, n, used - 1, low, high, shift, KP * 12 * DS, program, programs,
+                D, DS, BK, BN, NK,
+            )  # fmt: skip
+        else:
+            differences.gradient(
+                G, W, trail, Hs, scale, slope, dW, N, n, K, used - 1, low, high, shift, program, programs, OUTPUT,
+                D, DP, BK, BN, NK, EUCLIDEAN,
+            )  # fmt: skip
+
+
+@triton.jit
+def fixed_point_kernel(
+    trail, iterations, us, Hs, tables, K, KP, no_mass, source, slot, PRODUCTS: tl.constexpr, D: tl.constexpr,
+    DS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """H of us[source], for the way through the last iteration, into `slot`."""
+    ks = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    u = _centroid_rows(us + source * K * D, ks, K, D, D, E)
+    t = tl.load(iterations).to(tl.int32) - 1
+    _write_H(us, Hs, tables, trail, ks, u, K, KP, no_mass, t, slot, PRODUCTS, D, DS, E)

@@ -1,0 +1,331 @@
+"""Everything as matrix products on the tensor cores: the squared distance, d > 1, more than a few centroids.
+
+The tensor cores multiply bfloat16 and add float32.  A float32 is the sum of three bfloat16, high, middle and low,
+and six of the nine products of two such sums matter.  So a vector and a centroid become rows of eight parts, of DS
+columns each (d, rounded up to a power of two),
+
+    [ h | m | l | h | m | h | 1 | 0 ]         a vector
+    [ h | h | h | m | m | l | o | 0 ]         a centroid, written to a table once an iteration
+
+where the one meets an offset o.  The table holds q = 2 c log2(e) / tau with the offset -|c|^2 log2(e) / tau: the
+product is a logit in units of log 2 (|w|^2 cancels in the softmax).  It also holds h = dC' / mass with the offset
+-h . c', so that [h, offset] [w, 1] = dA.  Sums over vectors or centroids multiply attention, split in three, with
+the same rows, of whose parts three then are the result; for DS > 8 with shorter rows that have only those,
+
+    [ h | m | l | 1 ]    and    [ h | m | l | 0 ]
+
+Tiles are made as `(vectors, centroids)` for what a vector needs and as `(centroids, vectors)` for what a centroid
+needs: making them again is cheaper than turning them around.  Both then enter the next product from registers.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+# numpy, which the interpreter computes with, has no bfloat16
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+NEVER = tl.constexpr(-1e30)  # the offset of centroids past the last one: attention to them is exactly zero
+
+
+@triton.jit
+def split(x):
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """a b + acc."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _times(x, b, acc):
+    """x b + acc, for a float32 x: `(M, K), (K, VS), (M, VS)`."""
+    high, middle, low = split(x)
+    acc = dot(high, b, acc)
+    acc = dot(middle, b, acc)
+    return dot(low, b, acc)
+
+
+@triton.jit
+def _vectors(X, N, rows, ONES: tl.constexpr, D: tl.constexpr, DS: tl.constexpr, BN: tl.constexpr):
+    """The vectors as rows, for products with centroids, `(BN, 8 DS)`, and with attention, `(BN, VS)`."""
+    i = tl.arange(0, DS)[None, :]
+    at = rows[:, None] * D + i
+    high, middle, low = split(tl.load(X + at, mask=(i < D) & (at < N), other=0.0).to(tl.float32))
+    zero = tl.zeros_like(high)
+    one = zero
+    if ONES:
+        one = tl.where(i < 3, 1.0, zero.to(tl.float32)).to(tl.bfloat16)  # the offset has three parts too
+    parts = tl.join(
+        tl.join(tl.join(high, middle), tl.join(low, high)), tl.join(tl.join(middle, high), tl.join(one, zero))
+    )
+    eight = tl.reshape(tl.permute(parts, (0, 4, 3, 2, 1)), (BN, 8 * DS))
+    if DS == 8:
+        return eight, eight
+    else:
+        parts = tl.join(tl.join(high, middle), tl.join(low, one))
+        return eight, tl.reshape(tl.permute(parts, (0, 3, 2, 1)), (BN, 4 * DS))
+
+
+@triton.jit
+def _eight(table, ks, DS: tl.constexpr):
+    """`(BK, 8 DS)`: the centroids `ks` for products with vectors."""
+    return tl.load(table + ks[:, None] * (12 * DS) + tl.arange(0, 8 * DS)[None, :])
+
+
+@triton.jit
+def _summands(table, ks, DS: tl.constexpr):
+    """`(BK, VS)`: the centroids `ks` for products with attention."""
+    if DS == 8:
+        return _eight(table, ks, DS)
+    else:
+        return tl.load(table + ks[:, None] * (12 * DS) + 8 * DS + tl.arange(0, 4 * DS)[None, :])
+
+
+@triton.jit
+def _by_vector(x, table, ks, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+    """Products of the vectors with the centroids `ks`, `(BN, BK)`."""
+    return dot(x, tl.trans(_eight(table, ks, DS)), tl.zeros((BN, BK), tl.float32))
+
+
+@triton.jit
+def _by_centroid(x, table, ks, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+    """The same, `(BK, BN)`."""
+    return dot(_eight(table, ks, DS), tl.trans(x), tl.zeros((BK, BN), tl.float32))
+
+
+@triton.jit
+def _folded(acc, CENTROIDS: tl.constexpr, ROWS: tl.constexpr, DS: tl.constexpr):
+    """Sums of rows, `(ROWS, VS)`, to their values `(ROWS, DS)` and what the ones have met `(ROWS,)`."""
+    part = tl.arange(0, 8 if DS == 8 else 4)[None, :, None]
+    parts = tl.reshape(acc, (ROWS, 8 if DS == 8 else 4, DS))
+    if CENTROIDS and DS == 8:
+        counts = (part == 0) | (part == 3) | (part == 5)
+    else:
+        counts = part < 3
+    values = tl.sum(tl.where(counts, parts, 0.0), 1)
+    one = (part == (6 if DS == 8 else 3)) & (tl.arange(0, DS)[None, None, :] == 0)
+    return values, tl.sum(tl.sum(tl.where(one, parts, 0.0), 2), 1)
+
+
+@triton.jit
+def _deposit(acc, partial, ks, add, D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr):
+    """Into this program's rows of `partial`, `(KP, D + 1)`."""
+    values, last = _folded(acc, False, BK, DS)
+    i = tl.arange(0, DS)[None, :]
+    at = partial + ks[:, None] * (D + 1) + i
+    end = partial + ks * (D + 1) + D
+    if add:
+        values += tl.load(at, mask=i < D, other=0.0)
+        last += tl.load(end)
+    tl.store(at, values, mask=i < D)
+    tl.store(end, last)
+
+
+@triton.jit
+def _statistics(
+    x, y, Q, R, n, rows, MEAN: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr
+):
+    """Of each vector: the largest logit, 1 / the softmax denominator, and, where asked for, sum_j A (R y)_j."""
+    top = tl.full((BN,), -1e38, tl.float32)
+    z = tl.zeros((BN,), tl.float32)
+    mean = tl.zeros((BN,), tl.float32)
+    for tile in range(NK):
+        ks = tile * BK + tl.arange(0, BK)
+        S = _by_vector(x, Q, ks, DS, BK, BN)
+        higher = tl.maximum(top, tl.max(S, 1))
+        P = tl.exp2(S - higher[:, None])
+        fade = tl.exp2(top - higher)
+        z = z * fade + tl.sum(P, 1)
+        if MEAN:
+            mean = mean * fade + tl.sum(P * _by_vector(y, R, ks, DS, BK, BN), 1)
+        top = higher
+    return top, tl.where(rows < n, 1.0 / z, 0.0), mean / z
+
+
+@triton.jit
+def _contributions(x, v, Q, tile, top, share, acc, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+    """Adds A^T [W, 1] of a tile of centroids: `(BK, VS)`."""
+    ks = tile * BK + tl.arange(0, BK)
+    A = tl.exp2(_by_centroid(x, Q, ks, DS, BK, BN) - top[None, :]) * share[None, :]
+    return _times(A, v, acc)
+
+
+@triton.jit
+def sums(
+    W, Q, partial, N, n, KP, program, programs, D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, NK: tl.constexpr,
+):  # fmt: skip
+    """A^T [W, 1] of this program's vectors."""
+    VS: tl.constexpr = 64 if DS == 8 else 4 * DS
+    partial += program * KP * (D + 1)
+    acc = tl.zeros((BK, VS), tl.float32)
+    second = tl.zeros((BK, VS), tl.float32)
+    for first in range(program * BN, n, programs * BN):
+        rows = first + tl.arange(0, BN)
+        x, v = _vectors(W, N, rows, True, D, DS, BN)
+        top, share, _ = _statistics(x, x, Q, Q, n, rows, False, DS, BK, BN, NK)
+        if NK <= 2:
+            acc = _contributions(x, v, Q, 0, top, share, acc, DS, BK, BN)
+            if NK == 2:
+                second = _contributions(x, v, Q, 1, top, share, second, DS, BK, BN)
+        else:
+            for tile in range(NK):
+                received = tl.zeros((BK, VS), tl.float32)
+                received = _contributions(x, v, Q, tile, top, share, received, DS, BK, BN)
+                _deposit(received, partial, tile * BK + tl.arange(0, BK), first != program * BN, D, DS, BK)
+    if NK <= 2:
+        _deposit(acc, partial, tl.arange(0, BK), False, D, DS, BK)
+        if NK == 2:
+            _deposit(second, partial, BK + tl.arange(0, BK), False, D, DS, BK)
+
+
+@triton.jit
+def averages(
+    W, Q, scale, W_tilde, N, n, program, programs, D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, NK: tl.constexpr,
+):  # fmt: skip
+    """W_tilde = A C, in one walk."""
+    VS: tl.constexpr = 64 if DS == 8 else 4 * DS
+    for first in range(program * BN, n, programs * BN):
+        rows = first + tl.arange(0, BN)
+        x, _ = _vectors(W, N, rows, True, D, DS, BN)
+        top = tl.full((BN,), -1e38, tl.float32)
+        z = tl.zeros((BN,), tl.float32)
+        acc = tl.zeros((BN, VS), tl.float32)
+        for tile in range(NK):
+            ks = tile * BK + tl.arange(0, BK)
+            S = _by_vector(x, Q, ks, DS, BK, BN)
+            higher = tl.maximum(top, tl.max(S, 1))
+            P = tl.exp2(S - higher[:, None])
+            fade = tl.exp2(top - higher)
+            z = z * fade + tl.sum(P, 1)
+            acc = _times(P, _summands(Q, ks, DS), acc * fade[:, None])
+            top = higher
+        _store(acc * (1.0 / (z * 2 * scale))[:, None], W_tilde, rows, N, False, D, DS, BN)
+
+
+@triton.jit
+def _store(acc, target, rows, N, add, D: tl.constexpr, DS: tl.constexpr, BN: tl.constexpr):
+    values, _ = _folded(acc, True, BN, DS)
+    i = tl.arange(0, DS)[None, :]
+    at = rows[:, None] * D + i
+    mask = (i < D) & (at < N)
+    if add:
+        values += tl.load(target + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target + at, values.to(target.dtype.element_ty), mask=mask)
+
+
+# Backward.  UPDATE: through C' = (A^T W) / mass, where dA = H [w, 1]; else through W_tilde = A C, where
+# dA = g c is what the table Q gives, but for its factor of 2 scale.
+
+
+@triton.jit
+def _received(
+    x, v, y, u, Q, R, tile, top, share, mean, slope, acc, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Adds what a tile of centroids receives: e [w, 1] and, from the output, A g: `(BK, VS)`."""
+    ks = tile * BK + tl.arange(0, BK)
+    A = tl.exp2(_by_centroid(x, Q, ks, DS, BK, BN) - top[None, :]) * share[None, :]
+    e = A * ((_by_centroid(y, R, ks, DS, BK, BN) - mean[None, :]) * slope)
+    acc = _times(e, v, acc)
+    if not UPDATE:
+        acc = _times(A, u, acc)
+    return acc
+
+
+@triton.jit
+def _pushed(
+    x, y, Q, R, top, share, mean, factor, acc, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, NK: tl.constexpr,
+):  # fmt: skip
+    """Adds what the vectors receive: e C and, through an update, A H: `(BN, VS)`.
+
+    e sums to zero over the centroids: e (c - w) is no different.
+    """
+    for tile in range(NK):
+        ks = tile * BK + tl.arange(0, BK)
+        A = tl.exp2(_by_vector(x, Q, ks, DS, BK, BN) - top[:, None]) * share[:, None]
+        e = A * ((_by_vector(y, R, ks, DS, BK, BN) - mean[:, None]) * factor)
+        acc = _times(e, _summands(Q, ks, DS), acc)
+        if UPDATE:
+            acc = _times(A, _summands(R, ks, DS), acc)
+    return acc
+
+
+@triton.jit
+def gradient_sums(
+    G, W, Q, H, scale, slope, partial, dW, N, n, KP, program, programs, UPDATE: tl.constexpr, PUSH: tl.constexpr,
+    D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
+):  # fmt: skip
+    """What the centroids receive: sum_i e w and, from the output, A g; in the last column sum_i e.
+
+    With PUSH also what the vectors receive, added to dW but from the output, which comes first.
+    """
+    VS: tl.constexpr = 64 if DS == 8 else 4 * DS
+    partial += program * KP * (D + 1)
+    if UPDATE:
+        R = H
+        factor = slope / (2 * scale)
+    else:
+        R = Q
+        slope = slope / (2 * scale)
+        factor = slope / (2 * scale)
+    acc = tl.zeros((BK, VS), tl.float32)
+    second = tl.zeros((BK, VS), tl.float32)
+    for first in range(program * BN, n, programs * BN):
+        rows = first + tl.arange(0, BN)
+        x, v = _vectors(W, N, rows, True, D, DS, BN)
+        y, u = x, v
+        if not UPDATE:
+            y, u = _vectors(G, N, rows, False, D, DS, BN)
+        top, share, mean = _statistics(x, y, Q, R, n, rows, True, DS, BK, BN, NK)
+        if PUSH:
+            dw = tl.zeros((BN, VS), tl.float32)
+            dw = _pushed(x, y, Q, R, top, share, mean, factor, dw, UPDATE, DS, BK, BN, NK)
+            _store(dw, dW, rows, N, UPDATE, D, DS, BN)
+        if NK <= 2:
+            acc = _received(x, v, y, u, Q, R, 0, top, share, mean, slope, acc, UPDATE, DS, BK, BN)
+            if NK == 2:
+                second = _received(x, v, y, u, Q, R, 1, top, share, mean, slope, second, UPDATE, DS, BK, BN)
+        else:
+            for tile in range(NK):
+                received = tl.zeros((BK, VS), tl.float32)
+                received = _received(x, v, y, u, Q, R, tile, top, share, mean, slope, received, UPDATE, DS, BK, BN)
+                _deposit(received, partial, tile * BK + tl.arange(0, BK), first != program * BN, D, DS, BK)
+    if NK <= 2:
+        _deposit(acc, partial, tl.arange(0, BK), False, D, DS, BK)
+        if NK == 2:
+            _deposit(second, partial, BK + tl.arange(0, BK), False, D, DS, BK)
+
+
+@triton.jit
+def gradient(
+    G, W, Qs, Hs, scale, slope, dW, N, n, last, low, high, shift, table, program, programs, D: tl.constexpr,
+    DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
+):  # fmt: skip
+    """dW: through the output, made by row `last` of the trail, and through the iterations low ... high - 1."""
+    VS: tl.constexpr = 64 if DS == 8 else 4 * DS
+    factor = slope / (2 * scale)
+    for first in range(program * BN, n, programs * BN):
+        rows = first + tl.arange(0, BN)
+        x, _ = _vectors(W, N, rows, True, D, DS, BN)
+        y, _ = _vectors(G, N, rows, False, D, DS, BN)
+        Q = Qs + last * table
+        acc = tl.zeros((BN, VS), tl.float32)
+        top, share, mean = _statistics(x, y, Q, Q, n, rows, True, DS, BK, BN, NK)
+        acc = _pushed(x, y, Q, Q, top, share, mean, factor / (2 * scale), acc, False, DS, BK, BN, NK)
+        for t in range(low, high):
+            Q = Qs + t * table
+            H = Hs + (t + shift) * table
+            top, share, mean = _statistics(x, x, Q, H, n, rows, True, DS, BK, BN, NK)
+            acc = _pushed(x, x, Q, H, top, share, mean, factor, acc, True, DS, BK, BN, NK)
+        _store(acc, dW, rows, N, False, D, DS, BN)

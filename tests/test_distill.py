@@ -1,0 +1,112 @@
+"""The loss by its definition, and a network that recovers without labels."""
+
+import types
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+import dkm
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize("shape", [(10,), (3, 10), (2, 3, 10)], ids=str)
+def test_is_the_divergence_averaged_over_positions(shape, temperature):
+    student, teacher = torch.randn(2, *shape, dtype=torch.float64)
+    p, q = ((logits / temperature).softmax(-1) for logits in (teacher, student))
+    wanted = temperature**2 * (p * (p / q).log()).sum(-1).mean()
+    torch.testing.assert_close(dkm.distill(student, teacher, temperature=temperature), wanted)
+
+
+def test_is_zero_for_equals():
+    logits = torch.randn(4, 10)
+    assert dkm.distill(logits, logits).item() == pytest.approx(0, abs=1e-6)
+
+
+def test_only_the_student_has_a_gradient():
+    student, teacher = (torch.randn(3, 10, requires_grad=True) for _ in range(2))
+    dkm.distill(student, teacher).backward()
+    torch.testing.assert_close(student.grad, (student.softmax(-1) - teacher.softmax(-1)).detach() / 3)
+    assert teacher.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_computed_in_float32(dtype):
+    student, teacher = (torch.randn(2, 64, 1000) * 3).to(dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = dkm.distill(student, teacher, temperature=2.0)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, dkm.distill(student.float(), teacher.float(), temperature=2.0))
+
+
+def test_outputs_with_logits():
+    student, teacher = torch.randn(2, 3, 10)
+    outputs = (types.SimpleNamespace(logits=logits, loss=None) for logits in (student, teacher))
+    assert torch.equal(dkm.distill(*outputs), dkm.distill(student, teacher))
+
+
+@pytest.mark.parametrize(
+    "shapes", [((3, 10), (3, 9)), ((3, 10), (4, 10)), ((3, 10), (10,)), ((), ()), ((0, 5), (0, 5))]
+)
+def test_shapes_that_do_not_fit(shapes):
+    with pytest.raises(ValueError, match=r"logits \(\.\.\., classes\) of one shape, got .* from the student"):
+        dkm.distill(*map(torch.zeros, shapes))
+
+
+@pytest.mark.parametrize("value", [None, "logits", torch.zeros(3, dtype=torch.int64)], ids=repr)
+def test_what_is_no_logits(value):
+    with pytest.raises(TypeError, match="distill needs the teacher's logits"):
+        dkm.distill(torch.zeros(3), value)
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf"), "warm"])
+def test_temperature_is_positive(temperature):
+    with pytest.raises(ValueError, match="temperature must be a positive finite number"):
+        dkm.distill(torch.zeros(3), torch.zeros(3), temperature=temperature)
+
+
+class TestTeacher:
+    def test_is_a_frozen_copy_in_evaluation_mode(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+        teacher = dkm.teacher(model)
+        assert model.training
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        assert not teacher.training
+        assert not any(parameter.requires_grad for parameter in teacher.parameters())
+        model[0].weight.data.zero_()
+        assert teacher[0].weight.any()
+
+    def test_is_made_before_compressing(self):
+        model = nn.Sequential(nn.Linear(4, 4))
+        dkm.compress_(model, "0:2", steps=1)
+        with pytest.raises(ValueError, match="compressed already: make the teacher first"):
+            dkm.teacher(model)
+
+
+def test_recovers_accuracy_with_few_images_and_no_labels():
+    images, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
+    images = images.float() / 16
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(100):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[:1200]), labels[:1200]).backward()
+        optimizer.step()
+
+    def accuracy(network: nn.Module) -> float:
+        network.eval()
+        return 100 * float((network(images[1200:]).argmax(1) == labels[1200:]).float().mean())
+
+    teacher, steps = dkm.teacher(model), 60
+    dkm.compress_(model, "*:1", steps=steps)
+    clustered = accuracy(model)
+    model.train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        dkm.distill(model(images[:200]), teacher(images[:200])).backward()
+        optimizer.step()
+    assert accuracy(teacher) - accuracy(model) < (accuracy(teacher) - clustered) / 3

@@ -1,0 +1,75 @@
+"""The experiments run, on a few random images; what they find is in the documentation."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from experiments import tau_cifar
+from experiments.cifar import Cifar10, ResNet
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """CIFAR-10 in two parts, and a network: all random."""
+    random = np.random.default_rng(0)
+
+    def images(n: int) -> dict[str, np.ndarray]:
+        return dict(x=random.integers(256, size=(n, 32, 32, 3), dtype=np.uint8), y=random.integers(10, size=n))
+
+    np.savez(tmp_path / "part0.npz", **images(20))
+    test = {f"{name}_test": array for name, array in images(30).items()}
+    np.savez(tmp_path / "part1.npz", **images(12), **test)
+    safetensors.torch.save_file(ResNet().state_dict(), tmp_path / "resnet20.safetensors")
+    return tmp_path
+
+
+def test_resnet20_is_hes():
+    """0.27 million parameters: table 6."""
+    with torch.device("meta"):
+        model = ResNet()
+        assert model(torch.empty(2, 3, 32, 32)).shape == (2, 10)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 269_722
+
+
+def test_a_batch_is_crops_half_of_them_mirrored(folder: Path):
+    data = Cifar10.load(folder, "cpu")
+    index = torch.arange(32).repeat(10)
+    x, y = data.batch(index, torch.Generator().manual_seed(0))
+    assert torch.equal(y, data.y[index])
+    crops = data.normalize(data.x).unfold(2, 32, 1).unfold(3, 32, 1)  # (n, 3, 9, 9, 32, 32)
+    straight, mirrored = (
+        (crops[index] == images[:, :, None, None]).all(-1).all(-1).all(1).flatten(1).any(1) for images in (x, x.flip(3))
+    )
+    assert (straight ^ mirrored).all()
+    assert 100 < int(mirrored.sum()) < 220
+
+
+def test_tau_cifar(folder: Path, capsys: pytest.CaptureFixture):
+    def run(*runs: str) -> list[dict]:
+        options = dict(
+            data=folder, weights=folder / "resnet20.safetensors", out=folder / "results.jsonl", epochs=2, batch=16
+        )
+        texts = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        tau_cifar.main([*texts, "--device", "cpu", *(text for name in runs for text in ("--run", name))])
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    first = run("2/1:auto:0", "4/4:geometric:3:0.05:1")
+    assert [(row["plan"], row["tau"], row["seed"]) for row in first] == [
+        ("2/1", "auto", 0),
+        ("4/4", "geometric:3:0.05", 1),
+    ]
+    assert all(0 <= row["accuracy"] <= 100 and row["seconds"] > 0 for row in first)
+    second = run("2/1:auto:0", "1/1:learn:0")
+    assert [row["tau"] for row in second] == ["learn"]  # the other one is there already
+    assert [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()] == first + second
+
+
+@pytest.mark.parametrize("text", ["2/1", "2/1:auto", "2/1:auto:x", "2/1:warm:0"])
+def test_tau_cifar_names_a_bad_run(text: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        tau_cifar.main(["--data", str(tmp_path), "--weights", "w", "--out", "o", "--run", text])
+    assert text.split(":")[-2 if "warm" in text else 0] in capsys.readouterr().err

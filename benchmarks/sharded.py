@@ -1,7 +1,7 @@
 """Peak memory of clustering a weight that fully_shard has split, on 1, 2 and 4 processes of this machine's CPU.
 
-python -m benchmarks.sharded            one layer of 8,388,608 weights, and a step of a network of 8 smaller ones
-python -m benchmarks.sharded --quick    a smoke test on small layers
+python -m benchmarks.sharded            a layer of 8,388,608 weights (some minutes)
+python -m benchmarks.sharded --quick    a smoke test on a small one
 """
 
 import json
@@ -22,42 +22,29 @@ from .table import note, table
 RANKS = (1, 2, 4)
 CONFIGURATIONS = ((8, 1), (4, 4), (8, 8), (8, 3))  # of the last, vectors straddle the shards
 QUICK_CONFIGURATIONS = ((4, 3),)
-NETWORK = (4, 4)
-SIZE, QUICK_SIZE, LAYERS = 4096, 128, 8
+SIZE, QUICK_SIZE = 4096, 128
 
 
 def main(quick: bool) -> str:
-    size = QUICK_SIZE if quick else SIZE
-    rows = []
+    size, counts, rows = (QUICK_SIZE, RANKS[:2], []) if quick else (SIZE, RANKS, [])
     for bits, dim in QUICK_CONFIGURATIONS if quick else CONFIGURATIONS:
-        measured = [_launch(ranks, "layer", bits, dim, size) for ranks in RANKS]
-        rows += _rows(f"one layer, {bits}/{dim}, forward", [forward for forward, _ in measured])
-        rows += _rows(f"one layer, {bits}/{dim}, backward", [backward for _, backward in measured])
-    bits, dim = NETWORK
-    measured = [_launch(ranks, "network", bits, dim, size // 4) for ranks in RANKS]
-    rows += _rows(f"{LAYERS} layers, {bits}/{dim}, a step", [ours for ours, _ in measured])
-    rows += _rows(f"{LAYERS} layers, not compressed, a step", [plain for _, plain in measured])
-    large, small = size * size // 2, size * size // 16
-    return (
-        table(["MiB for each process", *(f"{ranks} process" + "es" * (ranks > 1) for ranks in RANKS)], rows)
-        + f"""
+        measured = [_launch(ranks, bits, dim, size) for ranks in counts]
+        for name, numbers in zip(("forward", "backward"), zip(*measured, strict=True), strict=True):
+            rows.append([f"{bits}/{dim}, {name}", *(f"{number / MIB:,.0f}" for number in numbers)])
+    header = ["MiB for each process", *(f"{ranks} process" + "es" * (ranks > 1) for ranks in counts)]
+    text = f"""
 
-One layer: what the clustering takes beyond the shard of a weight of {large:,} values
-({4 * large / MIB:,.0f} MiB in all) and, backward, the shard of its gradient.  Layers: forward and backward of {LAYERS}
-of {small:,} values ({4 * small / MIB:,.0f} MiB each), sharded one by one, beyond their shards; what fully_shard
-gathers is counted.  Peak resident memory, the largest of all processes."""
-    )
+What the clustering of {size * size // 2:,} float32 weights ({size * size * 2 / MIB:,.0f} MiB in all) takes beyond the
+shard and, backward, the shard of its gradient; the result is counted.  Peak resident memory, the largest
+of all processes."""
+    return table(header, rows) + text
 
 
-def _rows(name: str, numbers: list[int]) -> list[list[str]]:
-    return [[name, *(f"{number / MIB:,.0f}" for number in numbers)]]
-
-
-def _launch(ranks: int, what: str, bits: int, dim: int, size: int) -> list[int]:
-    note(f"{what}, {bits}/{dim}, processes: {ranks}")
+def _launch(ranks: int, bits: int, dim: int, size: int) -> list[int]:
+    note(f"{bits}/{dim}, processes: {ranks}")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*command, "-m", "benchmarks.sharded", what, str(bits), str(dim), str(size)],
+        [*command, "-m", "benchmarks.sharded", str(bits), str(dim), str(size)],
         cwd=Path(__file__).parents[1],
         stdout=subprocess.PIPE,
         text=True,
@@ -67,18 +54,23 @@ def _launch(ranks: int, what: str, bits: int, dim: int, size: int) -> list[int]:
     return json.loads(done.stdout)
 
 
-def _child(what: str, bits: int, dim: int, size: int) -> list[int]:
-    """The measurements of one process; the largest of all."""
+def _child(bits: int, dim: int, size: int) -> list[int]:
+    """Forward and backward of one process; the largest of all."""
     dist.init_process_group("gloo")
-    _sharded(1, 40, bits, dim)(torch.randn(1, 40)).sum().backward()  # loads libraries
-    numbers = torch.tensor((_layer if what == "layer" else _network)(bits, dim, size))
+    _measure(bits, dim, 64)  # loads libraries
+    numbers = torch.tensor(_measure(bits, dim, size))
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     dist.destroy_process_group()
     return numbers.tolist()
 
 
-def _layer(bits: int, dim: int, size: int) -> list[int]:
-    weight = _sharded(1, size, bits, dim)[0].parametrizations.weight
+def _measure(bits: int, dim: int, size: int) -> list[int]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    layer = nn.Linear(size, size // 2, bias=False)
+    dkm.cluster_weight(layer, bits=bits, dim=dim, tau=1e-4, eps=0.0, init="random")
+    weight = fully_shard(layer).parametrizations.weight
     rows, sharded = weight.original.to_local().detach(), weight[0].sharded
     G = torch.randn_like(rows)
     return [
@@ -87,29 +79,9 @@ def _layer(bits: int, dim: int, size: int) -> list[int]:
     ]
 
 
-def _network(bits: int, dim: int, size: int) -> list[int]:
-    models = _sharded(LAYERS, size, bits, dim), _sharded(LAYERS, size, None, dim)
-    x = torch.randn(1, size)
-    return [peak_extra(lambda model=model: model(x).sum().backward())[0] for model in models]
-
-
-def _sharded(count: int, size: int, bits: int | None, dim: int) -> nn.Sequential:
-    """Layers from `size` to half of it and back, and so on, all of them with as many weights."""
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    sizes = [(size, size // 2) if i % 2 == 0 else (size // 2, size) for i in range(count)]
-    model = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes))
-    if bits is not None:
-        dkm.compress_(model, f"*:{bits}/{dim}", tau=1e-4, eps=0.0, init="random")
-    for layer in model:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        result = _child(sys.argv[1], *map(int, sys.argv[2:]))
+        result = _child(*map(int, sys.argv[1:]))
         if os.environ["RANK"] == "0":
             print(json.dumps(result))
     else:

@@ -7,6 +7,8 @@
 import functools
 import importlib.util
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from types import ModuleType
 from typing import NamedTuple
@@ -71,9 +73,9 @@ def cluster(
             V = to_vectors(W, C.shape[1]).to(dtype)
             V_tilde, C_next, iterations = reference.cluster(V, C.to(dtype), tau, eps, max_iter, metric, gradient)
         return Clustering(from_vectors(V_tilde.to(W.dtype), W.shape), C_next, iterations)
-    W_tilde, iterations, trail = _cluster(W.reshape(-1), C, tau, eps, max_iter, metric, impl, gradient)
-    C_next = trail.detach().index_select(0, iterations.view(1))[0, :, :-1].contiguous()
-    return Clustering(W_tilde.view(W.shape), C_next, iterations)
+    run = _operator if torch.compiler.is_compiling() else _Cluster.apply
+    W_tilde, iterations, trail = run(W.reshape(-1), C, tau, eps, max_iter, metric, impl, gradient)
+    return Clustering(W_tilde.view(W.shape), trail.detach()[-1, :, :-1].contiguous(), iterations)
 
 
 def assign(W: Tensor, C: Tensor) -> Tensor:
@@ -151,49 +153,39 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-# One operator for every implementation: opaque to torch.compile, which then neither unrolls the loop nor
-# stumbles over what an implementation does with the host.
-
-
-@torch.library.custom_op("dkm::cluster", mutates_args=())
-def _cluster(
+def _forward(
     W: Tensor, C: Tensor, tau: Tensor, eps: float, max_iter: int, metric: str, impl: str, gradient: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Autocast would run the products in 16 bit: at a small tau that is noise, not attention.
-    with torch.autocast(W.device.type, enabled=False):
-        return _kernels(impl, W, C.shape[1]).forward(W, C, tau, eps, max_iter, metric)
+    kernels = _kernels(impl, W, C.shape[1])
+    with _no_autocast(W, kernels):
+        return kernels.forward(W, C, tau, eps, max_iter, metric)
 
 
-@torch.library.custom_op("dkm::cluster_backward", mutates_args=())
-def _cluster_backward(
+def _backward(
     G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tensor, metric: str, impl: str, gradient: str
 ) -> tuple[Tensor, Tensor]:
-    with torch.autocast(W.device.type, enabled=False):
-        return _kernels(impl, W, trail.shape[2] - 1).backward(G, W, trail, iterations, tau, metric, gradient)
+    kernels = _kernels(impl, W, trail.shape[2] - 1)
+    with _no_autocast(W, kernels):
+        return kernels.backward(G, W, trail, iterations, tau, metric, gradient)
 
 
-@_cluster.register_fake
-def _(W, C, tau, eps, max_iter, metric, impl, gradient):
-    trail = C.new_empty(max_iter + 1, C.shape[0], C.shape[1] + 1, dtype=blocked.compute_dtype(W.dtype))
-    return torch.empty_like(W), W.new_empty((), dtype=torch.int64), trail
+def _no_autocast(W: Tensor, kernels: ModuleType) -> AbstractContextManager:
+    """Autocast would run products in 16 bit: at a small tau that is noise, not attention."""
+    return torch.autocast(W.device.type, enabled=False) if kernels is blocked else nullcontext()
 
 
-@_cluster_backward.register_fake
-def _(G, W, trail, iterations, tau, metric, impl, gradient):
-    return torch.empty_like(W), trail.new_empty(trail.shape[1], trail.shape[2] - 1)
-
-
-def _setup_context(ctx, inputs, output):
+def _save(ctx, inputs: tuple, output: tuple) -> None:
     W, C, tau, _, _, ctx.metric, ctx.impl, ctx.gradient = inputs
     W_tilde, iterations, trail = output
     ctx.C_dtype = C.dtype
     ctx.save_for_backward(W, trail, iterations, tau, W_tilde if tau.requires_grad else None)
 
 
-def _backward(ctx, G, *_):
+def _gradients(ctx, G: Tensor, backward: Callable) -> tuple:
+    """Of every argument of `_forward`."""
     W, trail, iterations, tau, W_tilde = ctx.saved_tensors
     G = G.contiguous()
-    dW, dC = _cluster_backward(G, W, trail, iterations, tau, ctx.metric, ctx.impl, ctx.gradient)
+    dW, dC = backward(G, W, trail, iterations, tau, ctx.metric, ctx.impl, ctx.gradient)
     dtau = None if W_tilde is None else _tau_gradient(G, W_tilde, dW, W, dC, trail, iterations, tau, ctx)
     dC = dC if ctx.gradient == "unrolled" else torch.zeros_like(dC)
     return dW, dC.to(ctx.C_dtype), dtau, None, None, None, None, None
@@ -212,7 +204,39 @@ def _tau_gradient(G, W_tilde, dW, W, dC, trail, iterations, tau, ctx) -> Tensor:
     return (scaled / tau / (2 if ctx.metric == "sqeuclidean" else 1)).to(tau.dtype).view(tau.shape)
 
 
-_cluster.register_autograd(_backward, setup_context=_setup_context)
+class _Cluster(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        ctx.mark_non_differentiable(*output[1:])
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, G, *_):
+        return _gradients(ctx, G, _backward)
+
+
+# The same for torch.compile: an operator that it neither looks into nor stumbles over.  Called without torch.compile, an
+# operator takes half a millisecond, and a network has hundreds of weights.
+
+_operator = torch.library.custom_op("dkm::cluster", _forward, mutates_args=())
+_backward_operator = torch.library.custom_op("dkm::cluster_backward", _backward, mutates_args=())
+
+
+@_operator.register_fake
+def _(W, C, tau, eps, max_iter, metric, impl, gradient):
+    trail = C.new_empty(max_iter + 1, C.shape[0], C.shape[1] + 1, dtype=blocked.compute_dtype(W.dtype))
+    return torch.empty_like(W), W.new_empty((), dtype=torch.int64), trail
+
+
+@_backward_operator.register_fake
+def _(G, W, trail, iterations, tau, metric, impl, gradient):
+    return torch.empty_like(W), trail.new_empty(trail.shape[1], trail.shape[2] - 1)
+
+
+_operator.register_autograd(lambda ctx, G, *_: _gradients(ctx, G, _backward_operator), setup_context=_save)
 
 
 def _check_cluster(W, C, tau, eps, max_iter, metric, impl, gradient) -> None:

@@ -40,3 +40,13 @@ def test_the_monitor_is_measured():
     times = monitor.measure(build, "1:2, 3:2", (4, 3, 4, 4), "cpu", rounds=3)
     assert times["every"] == 100
     assert 0 < times["idle"] < times["record"] < 100 * times["step"]
+
+
+def test_shards_are_measured():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.sharded", "--quick"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 2
+    assert len({line.count("|") for line in table}) == 1

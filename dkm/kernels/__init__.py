@@ -8,7 +8,7 @@ Siblings with the same two functions, so that one can be swapped for another:
 `W` is flat, `(N,)`; its vectors are `C.shape[1]` consecutive values, the last one zero-padded.
 `trail` is `(max_iter + 1, k, d + 1)`: row t holds the centroids after t iterations and, in the
 last column, the attention mass that made them.  With W, it is all that `backward` needs.
-Rows past `iterations` are undefined; row `iterations` is where the next step starts from.
+The last row is row `iterations` again, where the next step starts from; the others past it are undefined.
 
 `gradient` says what `backward` differentiates, and whose gradient dC is:
 

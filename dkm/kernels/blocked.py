@@ -235,6 +235,7 @@ def forward(
             _sums(columns, vectors, attention, W_tilde)  # that this iteration was the last was not known before it
             break
         C = C_next
+    trail[-1] = trail[iteration]
     del columns
     return vectors.flat(W_tilde, W.numel()), torch.tensor(iteration, device=W.device), trail
 

@@ -98,46 +98,44 @@ def _tiles(N: int, k: int, d: int, euclidean: bool, counts: bool, device: torch.
     DP = triton.next_power_of_2(d)
     DS = max(8, DP)
     products = d > 1 and not euclidean and DP * BK > 64
+    registers = None
     if products:
-        large = BK >= 128 and DS <= 16
-        BK = 128 if large else 64
-        BN, warps, each = (128, 8, 1) if large else (64, 4, 2)
+        # 64 rows are the least that the tensor cores take at once; the more programs a processor has, the better
+        # they hide one another's waiting
+        BK, BN, warps = 64, 64, 4
+        each, registers = (3, 168) if DS == 8 else (2, None) if DS == 16 else (1, None)
     else:
-        BK = min(BK, 256 if d == 1 else max(2, 128 // DP))
-        warps = 8 if BK >= 128 else 4
-        # a thread has this many columns of a tile: more would not fit its registers
-        columns = max(1, min(8, 64 // (BK * DP)))
-        BN = 32 if BK >= 128 else 32 * warps * columns
-        each = 1 if BK >= 128 else 2
+        # what a thread holds of a tile, whole columns of it, must fit its registers
+        BK = min(BK, max(2, 128 // DP)) if d > 1 else BK if BK <= 32 else 16
+        BN, warps, each = 128 * max(1, min(8, 64 // (BK * DP))), 4, 2
     NK = -(-k // BK)
     processors = 3 if INTERPRETED else each * torch.cuda.get_device_properties(device).multi_processor_count
     arguments = dict(
         PRODUCTS=products, EUCLIDEAN=euclidean, COUNTS=counts, D=d, DP=DP, DS=DS,
         E=max(DS, triton.next_power_of_2(d + 1)), BK=BK, BN=BN, NK=NK, ROWS=4, CHUNK=64, num_warps=warps, num_stages=1,
     )  # fmt: skip
+    if registers is not None and not INTERPRETED:
+        arguments["maxnreg"] = registers
     return _Tiles(n, NK * BK, max(1, min(-(-n // BN), processors)), arguments)
 
 
-def _scratch(tiles: _Tiles, like: Tensor, max_iter: int, tables: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where iterations leave how far they went, the barrier's counter, partial sums, and tables of products."""
-    state = torch.zeros(max_iter + 1, device=like.device)
+def _scratch(tiles: _Tiles, device: torch.device, state: int, tables: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros, the last of which is the barrier's counter; partial sums; tables of `products`."""
     d, DS = tiles.arguments["D"], tiles.arguments["DS"]
     make = torch.empty if tiles.n else torch.zeros
-    partial = make(tiles.programs, tiles.KP, d + 1, device=like.device)
     # a pointer is wanted even where there is nothing to point to
-    rows = (tables * tiles.KP, 12 * DS) if tiles.arguments["PRODUCTS"] else (1, 1)
+    rows = tables * tiles.KP if tiles.arguments["PRODUCTS"] else 1
     return (
-        state,
-        state[max_iter:].view(torch.int32),
-        partial,
-        torch.empty(rows, dtype=torch.bfloat16, device=like.device),
+        torch.zeros(state, device=device),
+        make(tiles.programs, tiles.KP, d + 1, device=device),
+        torch.empty(rows, 12 * DS, dtype=torch.bfloat16, device=device),
     )
 
 
 def _forward(W, counts, C, tau, eps, max_iter, metric, reduce):
     k, d = C.shape
     tiles = _tiles(W.numel(), k, d, metric == "euclidean", counts is not None, W.device)
-    moves, counter, partial, Qs = _scratch(tiles, W, max_iter, max_iter + 1)
+    moves, partial, Qs = _scratch(tiles, W.device, max_iter + 1, max_iter + 1)
     trail = torch.empty(max_iter + 1, k, d + 1, device=W.device)
     iterations = torch.empty((), dtype=torch.int64, device=W.device)
     W_tilde = torch.empty_like(W)
@@ -145,7 +143,7 @@ def _forward(W, counts, C, tau, eps, max_iter, metric, reduce):
 
     def launch(phase: int, t: int = 0, rows: int = tiles.programs, **options) -> None:
         frame.forward_kernel[(tiles.programs,)](
-            W, W if counts is None else counts, C, tau, trail, moves, counter, partial, Qs, iterations, W_tilde,
+            W, W if counts is None else counts, C, tau, trail, moves, partial, Qs, iterations, W_tilde,
             W.numel(), tiles.n, k, tiles.KP, rows, eps, NO_MASS, max_iter, t, PHASE=phase, **tiles.arguments, **options,
         )  # fmt: skip
 
@@ -172,13 +170,13 @@ class _Backward:
         # a table's dW is not a sum over the output and the updates, and the fixed point's updates come later
         self.push = gradient == "unrolled" and counts is None and W.dtype == torch.float32
         self.tiles = tiles = _tiles(W.numel(), self.k, self.d, metric == "euclidean", counts is not None, W.device)
-        _, counter, self.partial, Qs = _scratch(tiles, W, self.max_iter, self.max_iter + 1)
+        state, self.partial, Qs = _scratch(tiles, W.device, 1, self.max_iter + 1)
         Hs = torch.empty_like(Qs if tiles.arguments["PRODUCTS"] else trail)
         self.us = torch.empty(self.max_iter + 1, self.k, self.d, device=W.device)
         self.dW = torch.empty_like(W)
         self.G = G
         self.common = (
-            W, W if counts is None else counts, trail, iterations, tau, self.us, Hs, Hs, Qs, counter, self.partial
+            W, W if counts is None else counts, trail, iterations, tau, self.us, Hs, Hs, Qs, state, self.partial
         )  # fmt: skip
         self.sizes = W.numel(), tiles.n, self.k, tiles.KP
 

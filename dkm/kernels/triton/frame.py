@@ -130,7 +130,7 @@ def _move(
 
 @triton.jit(do_not_specialize=["t", "P"])
 def forward_kernel(
-    W, counts, C, tau, trail, moves, counter, partial, Qs, iterations, W_tilde, N, n, K, KP, P, eps, no_mass, max_iter,
+    W, counts, C, tau, trail, moves, partial, Qs, iterations, W_tilde, N, n, K, KP, P, eps, no_mass, max_iter,
     t, PHASE: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
@@ -140,6 +140,7 @@ def forward_kernel(
     programs = tl.num_programs(0)
     scale = LOG2E / tl.load(tau)
     row = K * (D + 1)
+    counter = (moves + max_iter).to(tl.pointer_type(tl.int32), bitcast=True)
     if PHASE == ALL or PHASE == PREPARE:
         for block in range(program * ROWS, KP, programs * ROWS):
             ks = block + tl.arange(0, ROWS)
@@ -197,6 +198,13 @@ def forward_kernel(
     if PHASE == ALL or PHASE == MAP:
         if program == 0:
             tl.store(iterations, t.to(tl.int64))
+        if t < max_iter:  # the last row is the one reached, wherever that is
+            for block in range(program * ROWS, KP, programs * ROWS):
+                ks = block + tl.arange(0, ROWS)
+                column = tl.arange(0, E)
+                at = trail + ks[:, None] * (D + 1) + column[None, :]
+                mask = (ks < K)[:, None] & (column <= D)[None, :]
+                tl.store(at + max_iter * row, tl.load(at + t * row, mask=mask), mask=mask)
         if PRODUCTS:
             products.averages(
                 W, Qs + (t - 1) * KP * 12 * DS, scale, W_tilde, N, n, program, programs, D, DS, BK, BN, NK
@@ -283,7 +291,7 @@ def _gradient_sums(
 
 @triton.jit(do_not_specialize=["t", "slot", "target", "P"])
 def backward_kernel(
-    G, W, counts, trail, iterations, tau, us, Hs, tables, Qs, counter, partial, dW, N, n, K, KP, P, no_mass, max_iter,
+    G, W, counts, trail, iterations, tau, us, Hs, tables, Qs, state, partial, dW, N, n, K, KP, P, no_mass, max_iter,
     t, slot, target, PHASE: tl.constexpr, MODE: tl.constexpr, OUTPUT: tl.constexpr, UPDATES: tl.constexpr,
     PUSH: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
@@ -304,6 +312,7 @@ def backward_kernel(
     scale = LOG2E / temperature
     slope = (1.0 if EUCLIDEAN else 2.0) / temperature
     used = tl.load(iterations).to(tl.int32)
+    counter = state.to(tl.pointer_type(tl.int32), bitcast=True)
     if PHASE == ALL or PHASE == PREPARE:
         if PRODUCTS:
             for i in range(0, used):

@@ -41,13 +41,20 @@ def _add_up(W, G, low, factor, counts, sums, N, GRADIENTS: tl.constexpr, NEAR: t
     hot = tl.arange(0, 64)
     number = tl.zeros((64, 64), tl.float32)
     total = tl.zeros((64, 64), tl.float32)
-    zeros = 0
-    zeros_total = 0.0
+    zeros = tl.zeros((BN,), tl.int32)
+    zeros_total = tl.zeros((BN,), tl.float32)
     first_value = tl.load(low)
     scale = tl.load(factor)
-    for first in range(tl.program_id(0) * BN, N, tl.num_programs(0) * BN):
-        at = first + tl.arange(0, BN)
-        index = _index(W, at, N)
+    at = tl.program_id(0) * BN + tl.arange(0, BN)
+    ahead = _index(W, at, N)  # read one step ahead: nothing else hides how long that takes
+    g_ahead = tl.load(G + at, mask=at < N, other=0.0)
+    for _ in range(tl.program_id(0) * BN, N, tl.num_programs(0) * BN):
+        index = ahead
+        g = g_ahead
+        after = at + tl.num_programs(0) * BN
+        ahead = _index(W, after, N)
+        if GRADIENTS:
+            g_ahead = tl.load(G + after, mask=after < N, other=0.0)
         size = index & 0x7FFF
         near = (at < N) & (size >= first_value)
         place = tl.where(near, size - first_value + (index >> 15) * NEAR, -1)
@@ -57,21 +64,21 @@ def _add_up(W, G, low, factor, counts, sums, N, GRADIENTS: tl.constexpr, NEAR: t
         far = (at < N) & (size < first_value) & (size > 0)
         zero = (at < N) & (size < first_value) & (size == 0)
         tl.atomic_add(counts + index, 1, mask=far, sem="relaxed")
-        zeros += tl.sum(zero.to(tl.int32), 0)
+        zeros += zero.to(tl.int32)
         if GRADIENTS:
-            g = tl.load(G + at, mask=at < N, other=0.0)
             total = dot(tl.where(upper, g.to(tl.float32)[None, :], 0.0).to(G.dtype.element_ty), lower, total)
             whole = tl.floor(g.to(tl.float32) * scale + 0.5).to(tl.int64)
             tl.atomic_add(sums + index, whole, mask=far, sem="relaxed")
-            zeros_total += tl.sum(tl.where(zero, g.to(tl.float32), 0.0), 0)
+            zeros_total += tl.where(zero, g.to(tl.float32), 0.0)
+        at = after
     place = hot[:, None] * 64 + hot[None, :]
     index = place % NEAR + first_value + (place // NEAR) * 32768
     tl.atomic_add(counts + index, number.to(tl.int32), mask=number > 0, sem="relaxed")
-    tl.atomic_add(counts, zeros, sem="relaxed")
+    tl.atomic_add(counts, tl.sum(zeros, 0), sem="relaxed")
     if GRADIENTS:
         whole = tl.floor(total * scale + 0.5).to(tl.int64)
         tl.atomic_add(sums + index, whole, mask=number > 0, sem="relaxed")
-        tl.atomic_add(sums, tl.floor(zeros_total * scale + 0.5).to(tl.int64), sem="relaxed")
+        tl.atomic_add(sums, tl.floor(tl.sum(zeros_total, 0) * scale + 0.5).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -113,9 +120,9 @@ def population(W: Tensor, G: Tensor | None = None) -> Population:
         # A power of two such that no sum overflows: the error is 2^-37 of the largest gradient, for 2^25 weights.
         room = 2.0**61 / N / _largest(G).double().clamp(min=1e-300)
         factor = torch.exp2(torch.floor(torch.log2(room))).clamp(max=2.0**120).float()
-    _add_up[(min(triton.cdiv(N, 128), _PROGRAMS),)](
+    _add_up[(min(triton.cdiv(N, 256), _PROGRAMS),)](
         W.view(torch.int16), W if G is None else G, low, factor, counts, sums, N, GRADIENTS=G is not None,
-        NEAR=NEAR.value, BN=128, num_warps=4,
+        NEAR=NEAR.value, BN=256, num_warps=4,
     )  # fmt: skip
     # what does not occur may be infinite, or so large that its square is
     values = torch.where(counts > 0, _values(W.dtype, W.device), 0.0)

@@ -37,12 +37,15 @@ def run(device: str, quick: bool) -> list[dict]:
             half = Layer(**{**vars(layer), "W": layer.W.bfloat16(), "G": layer.G.bfloat16()})
             row["bfloat16"], row["bfloat16_bytes"] = _measure(lambda x=half: ours(x, ITERATIONS))
             rows.append(row)
+            note(f"  {row}")
             del layer, half
     for model, plan in STEPS:
         note(f"gpu {model} {plan}")
         seconds = _training_step(model, plan, 8 if quick else 128, device)
         rows.append(dict(kind="step", model=model, plan=plan, seconds=seconds))
-    return rows
+        note(f"  {rows[-1]}")
+    note("gpu stack")
+    return [*rows, _stack(device, layers=1 if quick else 16)]
 
 
 def _cdist(layer: Layer, iterations: int) -> Callable[[], Tensor]:
@@ -111,6 +114,57 @@ def _training_step(name: str, plan: str | None, batch: int, device: str) -> floa
     return statistics.median(_seconds(step) for _ in range(20))
 
 
+class _Block(nn.Module):
+    """A layer of a language model in the shape of Llama: grouped-query attention and a gated feed-forward network."""
+
+    def __init__(self, width: int = 2048, inner: int = 8192, heads: int = 32, groups: int = 8):
+        super().__init__()
+        self.heads, self.groups, size = heads, groups, width // heads
+        shapes = dict(q=(width, width), k=(groups * size, width), v=(groups * size, width), o=(width, width))
+        shapes |= dict(gate=(inner, width), up=(inner, width), down=(width, inner))
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) * 0.02))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.rms_norm(x, x.shape[-1:])
+        q, k, v = (
+            nn.functional.linear(y, w).unflatten(-1, (n, -1)).transpose(1, 2)
+            for w, n in ((self.q, self.heads), (self.k, self.groups), (self.v, self.groups))
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + nn.functional.linear(y.transpose(1, 2).flatten(2), self.o)
+        y = nn.functional.rms_norm(x, x.shape[-1:])
+        gate, up = nn.functional.linear(y, self.gate), nn.functional.linear(y, self.up)
+        return x + nn.functional.linear(nn.functional.silu(gate) * up, self.down)
+
+
+def _stack(device: str, layers: int, bits: int = 3, tokens: int = 4096) -> dict:
+    """A stack of bf16 layers: all its weights clustered, forward and backward, and beside it the stack itself."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        stack = nn.Sequential(*(_Block() for _ in range(layers))).bfloat16()
+        x = torch.randn(1, tokens, 2048, dtype=torch.bfloat16)
+    weights = list(stack.parameters())
+    C = dkm.init_centroids(weights[0].detach().view(-1, 1), 2**bits)
+
+    def clusterings() -> list[Tensor]:
+        averages = [dkm.cluster(W, C, tau=1e-4, eps=0).W_tilde for W in weights]
+        return [torch.autograd.grad(W_tilde, W, W.detach())[0] for W_tilde, W in zip(averages, weights, strict=True)]
+
+    def step() -> None:
+        torch.autograd.grad(stack(x).square().mean(), weights)
+
+    size = sum(W.numel() * W.element_size() for W in weights)
+    clustering, extra = _measure(lambda: clusterings)
+    return dict(
+        kind="stack",
+        weights=sum(W.numel() for W in weights),
+        clustering=clustering,
+        memory=extra / size,
+        step=_measure(lambda: step)[0],
+    )
+
+
 def text(rows: list[dict]) -> str:
     lines = [f"### One layer: forward + backward, {ITERATIONS} iterations", ""]
     cells = []
@@ -130,4 +184,12 @@ def text(rows: list[dict]) -> str:
         plain.setdefault(row["model"], row["seconds"])
         times = row["seconds"] / plain[row["model"]]
         cells.append([row["model"], row["plan"] or "plain", f"{digits(1000 * row['seconds'])} ms", f"{times:.2f}x"])
-    return "\n".join([*lines, table(["model", "plan", "step", "of the plain one"], cells)])
+    lines += [table(["model", "plan", "step", "of the plain one"], cells), ""]
+    for row in (row for row in rows if row["kind"] == "stack"):
+        lines += [
+            f"A stack of Llama-shaped bf16 layers, {row['weights'] / 1e6:,.0f} M weights, all at 3/1, 5 iterations: "
+            f"forward + backward of all clusterings in {digits(1000 * row['clustering'])} ms and "
+            f"{row['memory']:.2f} times the weights' memory; of the stack itself, on 4,096 tokens, in "
+            f"{digits(1000 * row['step'])} ms.",
+        ]
+    return "\n".join(lines)

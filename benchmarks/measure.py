@@ -42,7 +42,7 @@ class Layer:
     @classmethod
     def make(cls, size: int, bits: int, dim: int, device: str = "cpu") -> "Layer":
         W = weights(size)
-        C = dkm.init_centroids(to_vectors(W, dim), 2**bits)
+        C = dkm.init_centroids(to_vectors(W[: 1 << 22], dim), 2**bits)  # of as many as it takes
         tau = 2 * float(squared_error(to_vectors(W, dim), C))
         G = torch.randn(size, generator=torch.Generator().manual_seed(1))
         return cls(bits, dim, W.to(device), C.to(device), G.to(device), tau)

@@ -27,7 +27,7 @@ class Clustered(nn.Module):
     accumulation or a forward pass without gradient change nothing.  That test is a checksum of the bits,
     made on the device: it needs no hook, holds for any optimizer, and resumes from a checkpoint.
 
-    Buffers, all of fixed shape and part of the state_dict; rebound, never written in place, because the
+    Buffers, all of fixed shape and part of the state_dict; rebound, not written in place, because the
     graphs of earlier forward passes hold on to them:
         C       (k, d)  the newest centroids: what evaluation and `codes` use
         start   (k, d)  the centroids that the present weight was clustered from
@@ -89,8 +89,8 @@ class Clustered(nn.Module):
                 "centroids with them: use DistributedDataParallel, a process for each device"
             )
         seen, start, step = self.moment(weight)
-        W_tilde, self.C, self.iterations = self.cluster(weight, start, step)
-        self.start, self.seen, self.step = start, seen, step
+        W_tilde, C, iterations = self.cluster(weight, start, step)
+        self.advance(C, start, seen, step, iterations)
         return W_tilde
 
     def right_inverse(self, weight: Tensor) -> Tensor:
@@ -119,6 +119,19 @@ class Clustered(nn.Module):
             gradient=self.gradient,
             impl=self.impl,
         )
+
+    def advance(self, C: Tensor, start: Tensor, seen: Tensor, step: Tensor, iterations: Tensor) -> None:
+        """Take on the state after a clustering."""
+        if torch.compiler.is_compiling():
+            self.C, self.start, self.seen, self.step, self.iterations = C, start, seen, step, iterations
+            return
+        state = dict(C=C, start=start, seen=seen, step=step)
+        if C.is_cuda and torch.cuda.is_current_stream_capturing():
+            for name, value in state.items():  # in place: a replay reads where the capture has read
+                self._buffers[name].copy_(value)
+        else:
+            self._buffers.update(state)  # as attributes, in a tenth of the time
+        self.__dict__["iterations"] = iterations
 
     def temperature(self, step: Tensor) -> Tensor | float:
         """tau after `step` changes of the weight: a number, or a () tensor."""

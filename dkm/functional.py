@@ -218,8 +218,8 @@ class _Cluster(torch.autograd.Function):
         return _gradients(ctx, G, _backward)
 
 
-# The same for torch.compile: an operator that it neither looks into nor stumbles over.  Called without torch.compile, an
-# operator takes half a millisecond, and a network has hundreds of weights.
+# The same for torch.compile: an operator that it neither looks into nor stumbles over.  Without torch.compile the
+# call of an operator takes half a millisecond, and a network has hundreds of weights.
 
 _operator = torch.library.custom_op("dkm::cluster", _forward, mutates_args=())
 _backward_operator = torch.library.custom_op("dkm::cluster_backward", _backward, mutates_args=())

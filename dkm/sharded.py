@@ -246,8 +246,7 @@ class Sharded:
             W_tilde, iterations, trail = _kernels(clustered.impl, vectors, clustered.dim).forward(
                 vectors, start, tau, clustered.eps, clustered.max_iter, clustered.metric, self.layout.sum
             )
-        clustered.C = trail.index_select(0, iterations.view(1))[0, :, :-1].contiguous()
-        clustered.start, clustered.seen, clustered.step, clustered.iterations = start, seen, step, iterations
+        clustered.advance(trail[-1, :, :-1].contiguous(), start, seen, step, iterations)
         self.trace = W_tilde if multiple is not None else None, iterations, trail, tau
         return W_tilde
 

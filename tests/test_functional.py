@@ -246,6 +246,7 @@ def test_operator_is_registered_properly():
             3,
             "sqeuclidean",
             "blocked",
+            "unrolled",
         ),
     )
 
@@ -262,3 +263,36 @@ def test_assign_finds_the_nearest(k, d, monkeypatch):
 def test_assign_takes_the_same_one_of_equal_centroids():
     C = torch.tensor([[0.5], [0.1], [0.5], [0.1]])
     assert set(assign(torch.randn(100, 1), C).tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("gradient", ["unrolled", "last", "implicit"])
+@pytest.mark.parametrize(("k", "d", "n"), [(4, 2, 50), (3, 1, 40), (8, 1, 60)])
+def test_gradients_equal_the_reference(k, d, n, gradient, metric):
+    W, C, G = problem(n, d, k)
+    tau = (W - C[assign(W, C)]).square().mean() * (2 if metric == "sqeuclidean" else 10)
+    # to the fixed point for the gradient of it; k d <= 8, so that 8 passes solve its linear system
+    iterations = dict(eps=1e-13, max_iter=20_000) if gradient == "implicit" else dict(eps=0.0, max_iter=4)
+    results = []
+    for impl in ("reference", "blocked"):
+        arguments = [x.clone().requires_grad_() for x in (W, C, tau)]
+        W_tilde = cluster(arguments[0], arguments[1], tau=arguments[2], metric=metric, gradient=gradient, impl=impl,
+                          **iterations).W_tilde  # fmt: skip
+        results.append(torch.autograd.grad(W_tilde, arguments, G, materialize_grads=True))
+    for wanted, got in zip(*results, strict=True):
+        assert float((got - wanted).norm()) <= 1e-7 * float(wanted.norm() + G.norm() * 1e-3)
+
+
+def test_last_takes_the_centroids_as_constants():
+    W, C, G = problem(60, 2, 4)
+    W.requires_grad_()
+    three = cluster(W, C, tau=1e-3, eps=0, max_iter=3, gradient="last", impl="blocked")
+    before = cluster(W, C, tau=1e-3, eps=0, max_iter=2, impl="blocked").C
+    one = cluster(W, before, tau=1e-3, eps=0, max_iter=1, impl="blocked")
+    torch.testing.assert_close(*(torch.autograd.grad(x.W_tilde, W, G)[0] for x in (three, one)), rtol=1e-12, atol=0)
+
+
+def test_unknown_gradient():
+    W, C, _ = problem(10, 1, 2)
+    with pytest.raises(ValueError, match="gradient must be one of unrolled, last, implicit, got 'first'"):
+        cluster(W, C, tau=1e-3, gradient="first")

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import dkm
 from dkm import assign, cluster, init_centroids
 from dkm.functional import METRICS, from_vectors, to_vectors
+from dkm.kernels import triton as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -105,6 +107,55 @@ def test_tiny_and_large_tau(k, d, temperature):
     assert_close_to_float64(W, C, G, tau=tau, eps=0, max_iter=4)
 
 
+@pytest.mark.parametrize("gradient", ["last", "implicit"])
+@pytest.mark.parametrize(("k", "d"), [(4, 1), (3, 2), (40, 8)])
+def test_other_gradients(k, d, gradient):
+    W, C, G = problem(150, d, k)
+    results = []
+    for impl, dtype in (("blocked", torch.float64), ("blocked", torch.float32), ("triton", torch.float32)):
+        w = W.to(dtype, copy=True).requires_grad_()
+        # converged as far as float32 goes
+        W_tilde = cluster(w, C.to(dtype), tau=2e-3, eps=1e-7, max_iter=60, gradient=gradient, impl=impl).W_tilde
+        results.append(torch.autograd.grad(W_tilde, w, G.to(dtype))[0])
+    exact, other, got = results
+    assert error(got, exact) <= 4 * error(other, exact) + 2**-20
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gradient", ["unrolled", "implicit"])
+def test_table_of_all_16_bit_values(monkeypatch, dtype, gradient):
+    W, C, G = problem(700, 1, 5, dtype)
+    W[:90] = 0  # a value that is everywhere
+    W[90:95] = 1e-6  # and some that are far from all others
+    options = dict(tau=2e-3, eps=0, max_iter=3, gradient=gradient)
+    wanted = run(W.float(), C, G.float(), "triton", **options)[0]
+    monkeypatch.setattr(kernels, "TABLE", 0)
+    monkeypatch.setattr(kernels, "FEW", 0)
+    got = run(W, C, G, "triton", **options)[0]
+    unit = torch.finfo(dtype).eps
+    for name, limit in dict(W_tilde=unit, C=2**-20, dW=unit, dC=2**-18).items():
+        assert error(got[name], wanted[name].double(), G if name[0] == "d" else None) <= limit, name
+
+
+@pytest.mark.parametrize(("k", "d"), [(5, 1), (40, 8)])
+def test_sums_may_be_reduced_in_between(k, d):
+    W, C, G = problem(150, d, k)
+    tau = torch.tensor(2e-3, device=DEVICE)
+    shapes = []
+
+    def reduce(sums: Tensor) -> Tensor:
+        shapes.append(tuple(sums.shape))
+        return sums
+
+    results = []
+    for how in (None, reduce):
+        W_tilde, iterations, trail = kernels.forward(W.flatten(), C, tau, 0.0, 3, "sqeuclidean", how)
+        gradients = kernels.backward(G.flatten(), W.flatten(), trail, iterations, tau, "sqeuclidean", "unrolled", how)
+        results.append((W_tilde, trail[-1], *gradients))
+    assert shapes == [(k, d + 1)] * 6  # three iterations, the output and two updates
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("k", "d"), [(8, 1), (40, 8)])
 def test_16_bit_weights(k, d, dtype):
@@ -170,3 +221,37 @@ def test_a_training_step_can_be_captured_in_a_graph():
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(got, wanted)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_replays_of_a_captured_training_step_go_on():
+    """Centroids and temperature move on at every replay, as they do without a graph."""
+
+    def make():
+        torch.manual_seed(0)
+        layer = dkm.cluster_weight(torch.nn.Linear(64, 32, device=DEVICE), bits=3, dim=2, steps=20)
+        return layer, torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    x = torch.randn(16, 64, device=DEVICE)
+
+    def step(layer, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+        layer(x).square().mean().backward()
+        optimizer.step()
+
+    eager, captured = make(), make()
+    stream = torch.cuda.Stream()
+    for layer, optimizer in (eager, captured):
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step(layer, optimizer)
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(*captured)
+    for _ in range(5):
+        step(*eager)
+        graph.replay()
+    torch.cuda.synchronize()
+    for name, wanted in eager[0].state_dict().items():
+        torch.testing.assert_close(captured[0].state_dict()[name], wanted, rtol=1e-4, atol=1e-6, msg=name)

@@ -23,7 +23,8 @@ from . import frame, table
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_D = 64
-TABLE = 1 << 20  # from this many weights on, a table of all 16-bit values is worth making
+# With more centroids and at least as many weights, a table of all 16-bit values is worth making.
+FEW, TABLE = 8, 1 << 20
 NO_MASS = no_mass(torch.float32)
 
 Reduce = Callable[[Tensor], Tensor]
@@ -51,7 +52,7 @@ def forward(
             f'impl="triton" computes in float32, for d up to {MAX_D} and under 2^31 weights; '
             f'got {W.dtype}, d = {C.shape[1]}, {W.numel()} weights: use impl="auto"'
         )
-    if not _by_table(W, C.shape[1]):
+    if not _by_table(W, *C.shape):
         return _forward(W, None, C, tau, eps, max_iter, metric, reduce)
     values, counts, _ = table.population(W)
     W_tilde, iterations, trail = _forward(values, counts, C, tau, eps, max_iter, metric, reduce)
@@ -69,7 +70,7 @@ def backward(
     reduce: Reduce | None = None,
 ):
     """The gradient of W_tilde, `(N,)` -> those of W, `(N,)`, and of the centroids, `(k, d)`; see the package."""
-    if not _by_table(W, trail.shape[2] - 1):
+    if not _by_table(W, trail.shape[1], trail.shape[2] - 1):
         return _Backward(G, W, None, trail, iterations, tau, metric, gradient, reduce).run()
     values, counts, sums = table.population(W, G)
     through_updates = _Backward(sums, values, counts, trail, iterations, tau, metric, gradient, reduce, output=False)
@@ -78,8 +79,9 @@ def backward(
     return table.look_up_gradient(W, G, slopes, offsets), dC
 
 
-def _by_table(W: Tensor, d: int) -> bool:
-    return d == 1 and W.element_size() == 2 and W.numel() >= TABLE
+def _by_table(W: Tensor, k: int, d: int) -> bool:
+    # With processes that share a weight, some may and some may not: both ways reduce the same sums equally often.
+    return d == 1 and k > FEW and W.element_size() == 2 and W.numel() >= TABLE
 
 
 class _Tiles(NamedTuple):
@@ -92,7 +94,7 @@ class _Tiles(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiles(N: int, k: int, d: int, euclidean: bool, counts: bool, device: torch.device) -> _Tiles:
+def _tiles(N: int, k: int, d: int, euclidean: bool, counts: bool, backward: bool, device: torch.device) -> _Tiles:
     n = -(-N // d)
     BK = max(2, triton.next_power_of_2(k))
     DP = triton.next_power_of_2(d)
@@ -103,7 +105,7 @@ def _tiles(N: int, k: int, d: int, euclidean: bool, counts: bool, device: torch.
         # 64 rows are the least that the tensor cores take at once; the more programs a processor has, the better
         # they hide one another's waiting
         BK, BN, warps = 64, 64, 4
-        each, registers = (3, 168) if DS == 8 else (2, None) if DS == 16 else (1, None)
+        each, registers = (3, 168) if DS == 8 or (DS == 16 and not backward) else (2 if DS == 16 else 1, None)
     else:
         # what a thread holds of a tile, whole columns of it, must fit its registers
         BK = min(BK, max(2, 128 // DP)) if d > 1 else BK if BK <= 32 else 16
@@ -134,7 +136,7 @@ def _scratch(tiles: _Tiles, device: torch.device, state: int, tables: int) -> tu
 
 def _forward(W, counts, C, tau, eps, max_iter, metric, reduce):
     k, d = C.shape
-    tiles = _tiles(W.numel(), k, d, metric == "euclidean", counts is not None, W.device)
+    tiles = _tiles(W.numel(), k, d, metric == "euclidean", counts is not None, False, W.device)
     moves, partial, Qs = _scratch(tiles, W.device, max_iter + 1, max_iter + 1)
     trail = torch.empty(max_iter + 1, k, d + 1, device=W.device)
     iterations = torch.empty((), dtype=torch.int64, device=W.device)
@@ -169,7 +171,9 @@ class _Backward:
         self.gradient, self.reduce, self.output = gradient, reduce, output
         # a table's dW is not a sum over the output and the updates, and the fixed point's updates come later
         self.push = gradient == "unrolled" and counts is None and W.dtype == torch.float32
-        self.tiles = tiles = _tiles(W.numel(), self.k, self.d, metric == "euclidean", counts is not None, W.device)
+        self.tiles = tiles = _tiles(
+            W.numel(), self.k, self.d, metric == "euclidean", counts is not None, True, W.device
+        )
         state, self.partial, Qs = _scratch(tiles, W.device, 1, self.max_iter + 1)
         Hs = torch.empty_like(Qs if tiles.arguments["PRODUCTS"] else trail)
         self.us = torch.empty(self.max_iter + 1, self.k, self.d, device=W.device)

@@ -128,7 +128,7 @@ def _move(
             _write_centroids(Qs + (t + 1) * KP * 12 * DS, C_next, ks, K, KP, scale, D, DS, E)
 
 
-@triton.jit(do_not_specialize=["t", "P"])
+@triton.jit(do_not_specialize=["n", "K", "KP", "P", "max_iter", "t"])
 def forward_kernel(
     W, counts, C, tau, trail, moves, partial, Qs, iterations, W_tilde, N, n, K, KP, P, eps, no_mass, max_iter,
     t, PHASE: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
@@ -289,7 +289,7 @@ def _gradient_sums(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["t", "slot", "target", "P"])
+@triton.jit(do_not_specialize=["n", "K", "KP", "P", "max_iter", "t", "slot", "target"])
 def backward_kernel(
     G, W, counts, trail, iterations, tau, us, Hs, tables, Qs, state, partial, dW, N, n, K, KP, P, no_mass, max_iter,
     t, slot, target, PHASE: tl.constexpr, MODE: tl.constexpr, OUTPUT: tl.constexpr, UPDATES: tl.constexpr,

@@ -9,8 +9,9 @@ columns each (d, rounded up to a power of two),
 
 where the one meets an offset o.  The table holds q = 2 c log2(e) / tau with the offset -|c|^2 log2(e) / tau: the
 product is a logit in units of log 2 (|w|^2 cancels in the softmax).  It also holds h = dC' / mass with the offset
--h . c', so that [h, offset] [w, 1] = dA.  Sums over vectors or centroids multiply attention, split in three, with
-the same rows, of whose parts three then are the result; for DS > 8 with shorter rows that have only those,
+-h . c', so that [h, offset] [w, 1] = dA.  In sums over vectors or centroids, attention, split in three, meets shorter
+rows (for DS = 8, centroids keep the long ones: tiles of 32 columns that come from memory make Triton 3.6 compute
+nonsense),
 
     [ h | m | l | 1 ]    and    [ h | m | l | 0 ]
 
@@ -62,7 +63,7 @@ def _times(x, b, acc):
 
 @triton.jit
 def _vectors(X, N, rows, ONES: tl.constexpr, D: tl.constexpr, DS: tl.constexpr, BN: tl.constexpr):
-    """The vectors as rows, for products with centroids, `(BN, 8 DS)`, and with attention, `(BN, VS)`."""
+    """The vectors as rows, for products with centroids, `(BN, 8 DS)`, and with attention, `(BN, 4 DS)`."""
     i = tl.arange(0, DS)[None, :]
     at = rows[:, None] * D + i
     high, middle, low = split(tl.load(X + at, mask=(i < D) & (at < N), other=0.0).to(tl.float32))
@@ -74,11 +75,8 @@ def _vectors(X, N, rows, ONES: tl.constexpr, D: tl.constexpr, DS: tl.constexpr, 
         tl.join(tl.join(high, middle), tl.join(low, high)), tl.join(tl.join(middle, high), tl.join(one, zero))
     )
     eight = tl.reshape(tl.permute(parts, (0, 4, 3, 2, 1)), (BN, 8 * DS))
-    if DS == 8:
-        return eight, eight
-    else:
-        parts = tl.join(tl.join(high, middle), tl.join(low, one))
-        return eight, tl.reshape(tl.permute(parts, (0, 3, 2, 1)), (BN, 4 * DS))
+    four = tl.join(tl.join(high, middle), tl.join(low, one))
+    return eight, tl.reshape(tl.permute(four, (0, 3, 2, 1)), (BN, 4 * DS))
 
 
 @triton.jit
@@ -109,23 +107,22 @@ def _by_centroid(x, table, ks, DS: tl.constexpr, BK: tl.constexpr, BN: tl.conste
 
 
 @triton.jit
-def _folded(acc, CENTROIDS: tl.constexpr, ROWS: tl.constexpr, DS: tl.constexpr):
-    """Sums of rows, `(ROWS, VS)`, to their values `(ROWS, DS)` and what the ones have met `(ROWS,)`."""
-    part = tl.arange(0, 8 if DS == 8 else 4)[None, :, None]
-    parts = tl.reshape(acc, (ROWS, 8 if DS == 8 else 4, DS))
-    if CENTROIDS and DS == 8:
+def _folded(acc, PARTS: tl.constexpr, ROWS: tl.constexpr, DS: tl.constexpr):
+    """Sums of rows of four parts, or of a centroid's eight, to their values `(ROWS, DS)`."""
+    parts = tl.reshape(acc, (ROWS, PARTS, DS))
+    part = tl.arange(0, PARTS)[None, :, None]
+    if PARTS == 8:
         counts = (part == 0) | (part == 3) | (part == 5)
     else:
         counts = part < 3
-    values = tl.sum(tl.where(counts, parts, 0.0), 1)
-    one = (part == (6 if DS == 8 else 3)) & (tl.arange(0, DS)[None, None, :] == 0)
-    return values, tl.sum(tl.sum(tl.where(one, parts, 0.0), 2), 1)
+    return tl.sum(tl.where(counts, parts, 0.0), 1)
 
 
 @triton.jit
 def _deposit(acc, partial, ks, add, D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr):
     """Into this program's rows of `partial`, `(KP, D + 1)`."""
-    values, last = _folded(acc, False, BK, DS)
+    values = _folded(acc, 4, BK, DS)
+    last = tl.sum(tl.where((tl.arange(0, 4 * DS) == 3 * DS)[None, :], acc, 0.0), 1)  # what the ones have met
     i = tl.arange(0, DS)[None, :]
     at = partial + ks[:, None] * (D + 1) + i
     end = partial + ks * (D + 1) + D
@@ -159,7 +156,7 @@ def _statistics(
 
 @triton.jit
 def _contributions(x, v, Q, tile, top, share, acc, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
-    """Adds A^T [W, 1] of a tile of centroids: `(BK, VS)`."""
+    """Adds A^T [W, 1] of a tile of centroids: `(BK, 4 DS)`."""
     ks = tile * BK + tl.arange(0, BK)
     A = tl.exp2(_by_centroid(x, Q, ks, DS, BK, BN) - top[None, :]) * share[None, :]
     return _times(A, v, acc)
@@ -171,10 +168,9 @@ def sums(
     BN: tl.constexpr, NK: tl.constexpr,
 ):  # fmt: skip
     """A^T [W, 1] of this program's vectors."""
-    VS: tl.constexpr = 64 if DS == 8 else 4 * DS
     partial += program * KP * (D + 1)
-    acc = tl.zeros((BK, VS), tl.float32)
-    second = tl.zeros((BK, VS), tl.float32)
+    acc = tl.zeros((BK, 4 * DS), tl.float32)
+    second = tl.zeros((BK, 4 * DS), tl.float32)
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
         x, v = _vectors(W, N, rows, True, D, DS, BN)
@@ -185,7 +181,7 @@ def sums(
                 second = _contributions(x, v, Q, 1, top, share, second, DS, BK, BN)
         else:
             for tile in range(NK):
-                received = tl.zeros((BK, VS), tl.float32)
+                received = tl.zeros((BK, 4 * DS), tl.float32)
                 received = _contributions(x, v, Q, tile, top, share, received, DS, BK, BN)
                 _deposit(received, partial, tile * BK + tl.arange(0, BK), first != program * BN, D, DS, BK)
     if NK <= 2:
@@ -221,7 +217,7 @@ def averages(
 
 @triton.jit
 def _store(acc, target, rows, N, add, D: tl.constexpr, DS: tl.constexpr, BN: tl.constexpr):
-    values, _ = _folded(acc, True, BN, DS)
+    values = _folded(acc, 8 if DS == 8 else 4, BN, DS)
     i = tl.arange(0, DS)[None, :]
     at = rows[:, None] * D + i
     mask = (i < D) & (at < N)
@@ -239,7 +235,7 @@ def _received(
     x, v, y, u, Q, R, tile, top, share, mean, slope, acc, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Adds what a tile of centroids receives: e [w, 1] and, from the output, A g: `(BK, VS)`."""
+    """Adds what a tile of centroids receives: e [w, 1] and, from the output, A g: `(BK, 4 DS)`."""
     ks = tile * BK + tl.arange(0, BK)
     A = tl.exp2(_by_centroid(x, Q, ks, DS, BK, BN) - top[None, :]) * share[None, :]
     e = A * ((_by_centroid(y, R, ks, DS, BK, BN) - mean[None, :]) * slope)
@@ -286,8 +282,8 @@ def gradient_sums(
         R = Q
         slope = slope / (2 * scale)
         factor = slope / (2 * scale)
-    acc = tl.zeros((BK, VS), tl.float32)
-    second = tl.zeros((BK, VS), tl.float32)
+    acc = tl.zeros((BK, 4 * DS), tl.float32)
+    second = tl.zeros((BK, 4 * DS), tl.float32)
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
         x, v = _vectors(W, N, rows, True, D, DS, BN)
@@ -305,7 +301,7 @@ def gradient_sums(
                 second = _received(x, v, y, u, Q, R, 1, top, share, mean, slope, second, UPDATE, DS, BK, BN)
         else:
             for tile in range(NK):
-                received = tl.zeros((BK, VS), tl.float32)
+                received = tl.zeros((BK, 4 * DS), tl.float32)
                 received = _received(x, v, y, u, Q, R, tile, top, share, mean, slope, received, UPDATE, DS, BK, BN)
                 _deposit(received, partial, tile * BK + tl.arange(0, BK), first != program * BN, D, DS, BK)
     if NK <= 2:

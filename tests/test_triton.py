@@ -75,8 +75,7 @@ SHAPES = [
     (1, 1, 7),
     (3, 1, 1025),
     (16, 1, 301),
-    (200, 1, 233),
-    (300, 1, 333),
+    (70, 1, 140),
     (2, 3, 257),
     (16, 4, 130),
     (5, 7, 65),
@@ -111,23 +110,24 @@ def test_tiny_and_large_tau(k, d, temperature):
 @pytest.mark.parametrize(("k", "d"), [(4, 1), (3, 2), (40, 8)])
 def test_other_gradients(k, d, gradient):
     W, C, G = problem(150, d, k)
+    fixed = cluster(W.double(), C.double(), tau=2e-3, eps=1e-12, max_iter=5000, impl="blocked").C
     results = []
     for impl, dtype in (("blocked", torch.float64), ("blocked", torch.float32), ("triton", torch.float32)):
         w = W.to(dtype, copy=True).requires_grad_()
-        # converged as far as float32 goes
-        W_tilde = cluster(w, C.to(dtype), tau=2e-3, eps=1e-7, max_iter=60, gradient=gradient, impl=impl).W_tilde
+        W_tilde = cluster(w, fixed.to(dtype), tau=2e-3, eps=0, max_iter=2, gradient=gradient, impl=impl).W_tilde
         results.append(torch.autograd.grad(W_tilde, w, G.to(dtype))[0])
     exact, other, got = results
     assert error(got, exact) <= 4 * error(other, exact) + 2**-20
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("gradient", ["unrolled", "implicit"])
+@pytest.mark.parametrize(
+    ("dtype", "gradient"), [(torch.bfloat16, "unrolled"), (torch.float16, "unrolled"), (torch.bfloat16, "last")]
+)
 def test_table_of_all_16_bit_values(monkeypatch, dtype, gradient):
     W, C, G = problem(700, 1, 5, dtype)
     W[:90] = 0  # a value that is everywhere
     W[90:95] = 1e-6  # and some that are far from all others
-    options = dict(tau=2e-3, eps=0, max_iter=3, gradient=gradient)
+    options = dict(tau=2e-3, eps=0, max_iter=2, gradient=gradient)
     wanted = run(W.float(), C, G.float(), "triton", **options)[0]
     monkeypatch.setattr(kernels, "TABLE", 0)
     monkeypatch.setattr(kernels, "FEW", 0)
@@ -149,10 +149,10 @@ def test_sums_may_be_reduced_in_between(k, d):
 
     results = []
     for how in (None, reduce):
-        W_tilde, iterations, trail = kernels.forward(W.flatten(), C, tau, 0.0, 3, "sqeuclidean", how)
+        W_tilde, iterations, trail = kernels.forward(W.flatten(), C, tau, 0.0, 2, "sqeuclidean", how)
         gradients = kernels.backward(G.flatten(), W.flatten(), trail, iterations, tau, "sqeuclidean", "unrolled", how)
         results.append((W_tilde, trail[-1], *gradients))
-    assert shapes == [(k, d + 1)] * 6  # three iterations, the output and two updates
+    assert shapes == [(k, d + 1)] * 4  # two iterations, the output and an update
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -164,7 +164,7 @@ def test_16_bit_weights(k, d, dtype):
 
 @pytest.mark.parametrize(("k", "d"), [(8, 1), (40, 4)])
 def test_stops_when_the_reference_stops(k, d):
-    W, C, G = problem(130, d, k)
+    W, C, G = problem(60, d, k)
     centroids = [C, *(cluster(W, C, tau=1e-3, eps=0, max_iter=i, impl="reference").C for i in range(1, 5))]
     moves = [float((b - a).abs().max()) for a, b in pairwise(centroids)]
     stops = set()
@@ -194,7 +194,7 @@ def test_padding_and_strides(d):
 
 def test_same_result_every_time():
     W, C, G = problem(150, 8, 70)
-    first, second = (run(W, C, G, "triton", tau=1e-3)[0] for _ in range(2))
+    first, second = (run(W, C, G, "triton", tau=1e-3, max_iter=2)[0] for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

@@ -76,8 +76,8 @@ def _write_table(table, values, offset, ks, KP, D: tl.constexpr, DS: tl.constexp
     zero = tl.zeros_like(high)
     mask = (ks < KP)[:, None] & (column < DS)
     at = table + ks[:, None] * (12 * DS) + column
-    _write_four(at, high, high, high, middle, mask, DS)
-    _write_four(at + 4 * DS, middle, low, offset, zero, mask, DS)
+    _write_four(at, high, low, middle, zero, mask, DS)
+    _write_four(at + 4 * DS, high, middle, offset, high, mask, DS)
     _write_four(at + 8 * DS, high, middle, low, zero, mask, DS)
 
 

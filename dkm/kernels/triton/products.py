@@ -4,14 +4,16 @@ The tensor cores multiply bfloat16 and add float32.  A float32 is the sum of thr
 and six of the nine products of two such sums matter.  So a vector and a centroid become rows of eight parts, of DS
 columns each (d, rounded up to a power of two),
 
-    [ h | m | l | h | m | h | 1 | 0 ]         a vector
-    [ h | h | h | m | m | l | o | 0 ]         a centroid, written to a table once an iteration
+    [ l | h | m | 0 | m | h | 1 | h ]         a vector
+    [ h | l | m | 0 | h | m | o | h ]         a centroid, written to a table once an iteration
 
-where the one meets an offset o.  The table holds q = 2 c log2(e) / tau with the offset -|c|^2 log2(e) / tau: the
-product is a logit in units of log 2 (|w|^2 cancels in the softmax).  It also holds h = dC' / mass with the offset
--h . c', so that [h, offset] [w, 1] = dA.  In sums over vectors or centroids, attention, split in three, meets shorter
-rows (for DS = 8, centroids keep the long ones: tiles of 32 columns that come from memory make Triton 3.6 compute
-nonsense),
+where the one meets an offset o.  Small products come first: the tensor cores cut off what does not fit, at every
+step, and so lose little.  For the same reason their sums start from zero, and are added up outside.
+
+The table holds q = 2 c log2(e) / tau with the offset -|c|^2 log2(e) / tau: the product is a logit in units of log 2
+(|w|^2 cancels in the softmax).  It also holds h = dC' / mass with the offset -h . c', so that [h, offset] [w, 1] = dA.
+In sums over vectors or centroids, attention, split in three, meets shorter rows (for DS = 8, centroids keep the long
+ones: tiles of 32 columns that come from memory make Triton 3.6 compute nonsense),
 
     [ h | m | l | 1 ]    and    [ h | m | l | 0 ]
 
@@ -53,12 +55,12 @@ def dot(a, b, acc):
 
 
 @triton.jit
-def _times(x, b, acc):
-    """x b + acc, for a float32 x: `(M, K), (K, VS), (M, VS)`."""
+def _times(x, b):
+    """x b, for a float32 x: `(M, K), (K, N) -> (M, N)`."""
     high, middle, low = split(x)
-    acc = dot(high, b, acc)
-    acc = dot(middle, b, acc)
-    return dot(low, b, acc)
+    result = dot(low, b, tl.zeros((x.shape[0], b.shape[1]), tl.float32))
+    result = dot(middle, b, result)
+    return dot(high, b, result)
 
 
 @triton.jit
@@ -72,7 +74,7 @@ def _vectors(X, N, rows, ONES: tl.constexpr, D: tl.constexpr, DS: tl.constexpr, 
     if ONES:
         one = tl.where(i < 3, 1.0, zero.to(tl.float32)).to(tl.bfloat16)  # the offset has three parts too
     parts = tl.join(
-        tl.join(tl.join(high, middle), tl.join(low, high)), tl.join(tl.join(middle, high), tl.join(one, zero))
+        tl.join(tl.join(low, high), tl.join(middle, zero)), tl.join(tl.join(middle, high), tl.join(one, high))
     )
     eight = tl.reshape(tl.permute(parts, (0, 4, 3, 2, 1)), (BN, 8 * DS))
     four = tl.join(tl.join(high, middle), tl.join(low, one))
@@ -112,7 +114,7 @@ def _folded(acc, PARTS: tl.constexpr, ROWS: tl.constexpr, DS: tl.constexpr):
     parts = tl.reshape(acc, (ROWS, PARTS, DS))
     part = tl.arange(0, PARTS)[None, :, None]
     if PARTS == 8:
-        counts = (part == 0) | (part == 3) | (part == 5)
+        counts = (part == 1) | (part == 2) | (part == 7)
     else:
         counts = part < 3
     return tl.sum(tl.where(counts, parts, 0.0), 1)
@@ -159,7 +161,7 @@ def _contributions(x, v, Q, tile, top, share, acc, DS: tl.constexpr, BK: tl.cons
     """Adds A^T [W, 1] of a tile of centroids: `(BK, 4 DS)`."""
     ks = tile * BK + tl.arange(0, BK)
     A = tl.exp2(_by_centroid(x, Q, ks, DS, BK, BN) - top[None, :]) * share[None, :]
-    return _times(A, v, acc)
+    return acc + _times(A, v)
 
 
 @triton.jit
@@ -210,7 +212,7 @@ def averages(
             P = tl.exp2(S - higher[:, None])
             fade = tl.exp2(top - higher)
             z = z * fade + tl.sum(P, 1)
-            acc = _times(P, _summands(Q, ks, DS), acc * fade[:, None])
+            acc = acc * fade[:, None] + _times(P, _summands(Q, ks, DS))
             top = higher
         _store(acc * (1.0 / (z * 2 * scale))[:, None], W_tilde, rows, N, False, D, DS, BN)
 
@@ -239,9 +241,9 @@ def _received(
     ks = tile * BK + tl.arange(0, BK)
     A = tl.exp2(_by_centroid(x, Q, ks, DS, BK, BN) - top[None, :]) * share[None, :]
     e = A * ((_by_centroid(y, R, ks, DS, BK, BN) - mean[None, :]) * slope)
-    acc = _times(e, v, acc)
+    acc += _times(e, v)
     if not UPDATE:
-        acc = _times(A, u, acc)
+        acc += _times(A, u)
     return acc
 
 
@@ -258,9 +260,9 @@ def _pushed(
         ks = tile * BK + tl.arange(0, BK)
         A = tl.exp2(_by_vector(x, Q, ks, DS, BK, BN) - top[:, None]) * share[:, None]
         e = A * ((_by_vector(y, R, ks, DS, BK, BN) - mean[:, None]) * factor)
-        acc = _times(e, _summands(Q, ks, DS), acc)
+        acc += _times(e, _summands(Q, ks, DS))
         if UPDATE:
-            acc = _times(A, _summands(R, ks, DS), acc)
+            acc += _times(A, _summands(R, ks, DS))
     return acc
 
 

@@ -20,7 +20,9 @@ class Clustered(nn.Module):
     """Replaces a weight by its differentiable clustering (training) or its nearest centroids (evaluation).
 
     Training mode returns `cluster(weight, ...)`, with gradient.  Evaluation mode, or a weight that is
-    frozen, returns the snapped weight: nearest centroids of 16 bit, exactly what the file will hold.
+    frozen, returns the snapped weight: nearest centroids of 16 bit, exactly what the file will hold.  Where a
+    gradient arrives there all the same, it goes straight through: whoever trains in evaluation mode (to keep batch
+    norm still) trains hard clusters, not nothing.
 
     The clustering is a function of the weight and of `start`.  The centroids move on only when the weight
     is not the one that was clustered last: reading it again, activation checkpointing, gradient
@@ -33,7 +35,8 @@ class Clustered(nn.Module):
         start   (k, d)  the centroids that the present weight was clustered from
         seen    ()      the checksum of that weight
         step    ()      how often the weight has changed: the clock of a schedule
-        unit    ()      the mean squared error per weight of the first clustering: the scale of a schedule
+        unit    ()      the mean squared error per weight of the first clustering, or for the plain distance what
+                        amounts to it: the scale of a schedule
     A parameter, with tau="learn" only:
         log_multiple  (1,)  the logarithm of tau / unit.  Relative, so that weight decay pulls tau to the unit, a
                             sensible temperature, and not to 1; not a scalar, because FSDP refuses those
@@ -71,7 +74,11 @@ class Clustered(nn.Module):
         self.register_buffer("start", C.clone())
         self.register_buffer("seen", checksum(weight))
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=weight.device))
-        self.register_buffer("unit", squared_error(W, C))
+        unit = squared_error(W, C)
+        if metric == "euclidean":
+            # near |w - c| = D a step of the squared distance is 2 D of the plain one, and D^2 is about dim * unit
+            unit = (unit / dim).sqrt() / 2
+        self.register_buffer("unit", unit)
         if tau == "learn":
             hot = self.unit.new_full((1,), math.log(HOT))
             self.log_multiple = nn.Parameter(hot, requires_grad=weight.requires_grad)
@@ -82,7 +89,8 @@ class Clustered(nn.Module):
         if self.sharded is not None:
             return self.sharded.read(weight)
         if not (self.training and weight.requires_grad):
-            return self.snapped(weight)
+            snapped = self.snapped(weight)
+            return _StraightThrough.apply(weight, snapped) if weight.requires_grad else snapped
         if getattr(self, "_is_replica", False):
             raise RuntimeError(
                 "nn.DataParallel trains copies of the model that it throws away after every forward pass, and the "
@@ -163,6 +171,16 @@ class Clustered(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.bits}/{self.dim}, k={2**self.bits}, tau={self.tau}"
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: Tensor, snapped: Tensor) -> Tensor:
+        return snapped.view_as(snapped)
+
+    @staticmethod
+    def backward(ctx, G: Tensor):
+        return G, None
 
 
 def checksum(weight: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import dkm
-from dkm import Clustered
+from dkm import Clustered, cluster_weight
+from dkm.kernels.reference import distance
+from dkm.temperature import constant
 
 
 def layer(bits: int = 3, dim: int = 2, **options) -> nn.Linear:
@@ -341,3 +343,22 @@ class TestResume:
         wanted = fc.weight
         assert torch.equal(twin.weight, wanted)
         assert int(clusterings(twin)[0].step) == int(clusterings(fc)[0].step) == 0
+
+
+def test_a_gradient_in_evaluation_mode_goes_straight_through():
+    layer = cluster_weight(nn.Linear(6, 5), bits=2, steps=10).eval()
+    x = torch.randn(3, 6)
+    layer(x).sum().backward()
+    torch.testing.assert_close(layer.parametrizations.weight.original.grad, x.sum(0).expand(5, 6))
+
+
+def test_the_unit_of_the_plain_distance_is_a_distance():
+    """Attention at the same multiple of the unit is about as soft with both metrics."""
+    W = torch.randn(4000, 2) * 0.05
+    entropies = []
+    for metric in ("sqeuclidean", "euclidean"):
+        clustered = Clustered(W, bits=4, dim=2, metric=metric, tau=constant(2.0), steps=1)
+        tau = clustered.temperature(clustered.step)
+        A = torch.softmax(-distance(W, clustered.C, metric) / tau, 1)
+        entropies.append(float(-(A * A.clamp(min=1e-30).log()).sum(1).mean()))
+    assert 0.5 < entropies[1] / entropies[0] < 2

@@ -116,6 +116,8 @@ def _tiles(N: int, k: int, d: int, euclidean: bool, counts: bool, backward: bool
         PRODUCTS=products, EUCLIDEAN=euclidean, COUNTS=counts, D=d, DP=DP, DS=DS,
         E=max(DS, triton.next_power_of_2(d + 1)), BK=BK, BN=BN, NK=NK, ROWS=4, CHUNK=64, num_warps=warps, num_stages=1,
     )  # fmt: skip
+    if INTERPRETED:  # a block at a time: few and large ones
+        arguments |= dict(ROWS=64, CHUNK=4)
     if registers is not None and not INTERPRETED:
         arguments["maxnreg"] = registers
     return _Tiles(n, NK * BK, max(1, min(-(-n // BN), processors)), arguments)

@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 .PHONY: help demo test lint format clean
 
 help:
-	@echo "make demo    train, compress and reload a small network; writes demo-output/report.html"
+	@echo "make demo    train, compress and reload a small network; writes demo-output/4-4/report.html"
 	@echo "make test    lint, then all tests"
 	@echo "make lint    ruff: check and format"
 	@echo "make format  let ruff rewrite the code"

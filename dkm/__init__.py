@@ -1,6 +1,7 @@
 """Make neural networks 10-60 times smaller by clustering their weights while they train."""
 
 from . import temperature
+from .allocate import divergence
 from .batchnorm import recalibrate_
 from .clustered import Clustered
 from .compress import cluster_weight, compress_, snap_
@@ -26,6 +27,7 @@ __all__ = [
     "cluster_weight",
     "compress_",
     "distill",
+    "divergence",
     "init_centroids",
     "load",
     "monitor",

@@ -53,12 +53,11 @@ def recalibrate_(
     return model
 
 
-def _feed(model: nn.Module, batch: Any, device: torch.device) -> None:
+def _feed(model: nn.Module, batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (tuple, list)):
         batch = batch[0]
     if isinstance(batch, Tensor):
-        model(batch.to(device))
-    elif hasattr(batch, "items"):
-        model(**{key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()})
-    else:
-        raise TypeError(f"do not know how to feed a {type(batch).__name__} to the model: give forward=")
+        return model(batch.to(device))
+    if hasattr(batch, "items"):
+        return model(**{key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()})
+    raise TypeError(f"do not know how to feed a {type(batch).__name__} to the model: give forward=")

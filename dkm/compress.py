@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .clustered import Clustered, check_bits_dim, check_weight
+from .methods import named
 from .plan import Owned, Plan, parameters
 from .plan import plan as make_plan
 from .sharded import Chain, reshard
@@ -24,6 +25,8 @@ def compress_(
     init: str = "kmeans",
     seed: int = 0,
     impl: str = "auto",
+    method: str = "dkm",
+    **own,
 ) -> Plan:
     """Cluster the model's weights while it trains, in place.  Returns the plan, a row for every tensor.
 
@@ -37,7 +40,10 @@ def compress_(
             parameter for every tensor: build the optimizer afterwards.
         init, seed: see `init_centroids`.
         eps, max_iter, metric, gradient, impl: see `cluster`.
+        method: "dkm", or one to compare with, see `dkm.methods`: "hard", "gumbel", "dc" or "quant_noise".
+        own: options that the method alone has, such as quant_noise's `p`.
     """
+    kind = named(method)
     already = [owned.names[0] for owned in parameters(model) if owned.clustered is not None]
     if already:
         raise ValueError(
@@ -55,15 +61,17 @@ def compress_(
     for name, owned in targets.items():
         check_weight(owned.tensor, name)
     options = dict(tau=tau, steps=steps, eps=eps, max_iter=max_iter, metric=metric, gradient=gradient)
-    options |= dict(init=init, seed=seed, impl=impl)
+    options |= dict(init=init, seed=seed, impl=impl) | own
     # All of them first: an error leaves the model untouched.
-    made = {n: Clustered(o.tensor, rows[n].bits, rows[n].dim, **options) for n, o in targets.items()}
+    made = {n: kind(o.tensor, rows[n].bits, rows[n].dim, **options) for n, o in targets.items()}
     for name, owned in targets.items():
         _register(owned, made[name])
     return chosen
 
 
-def cluster_weight(module: nn.Module, name: str = "weight", *, bits: int, dim: int = 1, **options) -> nn.Module:
+def cluster_weight(
+    module: nn.Module, name: str = "weight", *, bits: int, dim: int = 1, method: str = "dkm", **options
+) -> nn.Module:
     """Cluster one tensor of one module, in place; `options` as in `compress_`.  Returns the module."""
     check_bits_dim(bits, dim)
     if parametrize.is_parametrized(module, name):
@@ -77,7 +85,7 @@ def cluster_weight(module: nn.Module, name: str = "weight", *, bits: int, dim: i
             f"{type(module).__name__} has no parameter '{name}'; it has {', '.join(module._parameters) or 'none'}"
         )
     check_weight(tensor, f"{type(module).__name__}.{name}")
-    _register(Owned(tensor, [name], [(module, name)]), Clustered(tensor, bits, dim, **options))
+    _register(Owned(tensor, [name], [(module, name)]), named(method)(tensor, bits, dim, **options))
     return module
 
 

@@ -7,8 +7,10 @@ defaults to 1.  This file reads a model and never touches it.
 import difflib
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,6 +69,17 @@ class Plan:
     """A row for every tensor; prints as a table."""
 
     rows: tuple[Row, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The paper's count, see `megabytes`, up to whole bytes."""
+        return -(-sum(row.stored_bits for row in self.rows) // 8)
+
+    @property
+    def text(self) -> str:
+        """The plan as text, a name for every clustered tensor: `plan(model, this)` decides the same."""
+        clustered = [row for row in self.rows if row.bits is not None]
+        return ", ".join(f"{row.name}:{row.bits}/{row.dim}" for row in clustered)
 
     @property
     def megabytes(self) -> float:
@@ -187,15 +200,39 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
-def plan(model: nn.Module, text: str) -> Plan:
-    """What `compress_(model, text)` would do: a row for every tensor, with bits, bytes and the reason."""
+def plan(
+    model: nn.Module,
+    text: str | None = None,
+    *,
+    size: int | str | None = None,
+    loss: Callable[[nn.Module], Any] | None = None,
+    **options,
+) -> Plan:
+    """What `compress_(model, text)` would do: a row for every tensor, with bits, bytes and the reason.
+
+    With a `size`, "1.0MB" or bytes, the tensors that the text does not select get the bits and dim that cost the
+    `loss` least within it; `options` are those of `dkm.allocate.allocate`.
+    """
+    if size is not None:
+        from .allocate import allocate
+
+        return allocate(model, size, loss, text=text, **options)
+    if loss is not None or options:
+        given = ", ".join([*(["loss"] if loss is not None else []), *options])
+        raise TypeError(f"{given} would choose a plan for a size: give size= too, or a text alone")
+    return Plan(tuple(apply(model, text)[0]))
+
+
+def apply(model: nn.Module, text: str) -> tuple[list[Row], set[int]]:
+    """A row for every tensor after the entries of the text, and the indices of those that an entry selects."""
     entries = parse(text)
-    rows = _survey(model)
+    rows, selected = _survey(model), set()
     for entry in entries:
-        selected = _select(entry.selector, rows, text)
-        for i in selected:
+        found = _select(entry.selector, rows, text)
+        selected.update(found)
+        for i in found:
             rows[i] = _decide(rows[i], entry)
-    return Plan(tuple(rows))
+    return rows, selected
 
 
 def _decide(row: Row, entry: Entry) -> Row:

@@ -1,20 +1,21 @@
-"""Shrink a small convolutional network to 2 bits and to 1 bit a weight.  About half a minute on one core.
+"""Shrink a small convolutional network to 2 bits and to 1 bit a weight.  Under a minute on one core.
 
     python examples/digits.py --out demo-output
 
-The data are the 1,797 handwritten digits that come with scikit-learn.  Writes two .dkm files, a picture of the
-weights before and after, and report.html.  The calls of dkm are all in `compress` below.
+The data are the 1,797 handwritten digits that come with scikit-learn.  Writes a folder for each of the two, with the
+.dkm file and report.html.  The calls of dkm that compress are all in `compress` below; `Diary` is for the report.
 """
 
 import argparse
 import copy
+import json
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import digits_report
 import safetensors.torch
 import torch
 from sklearn.datasets import load_digits
@@ -23,10 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dkm
+from dkm import jsonl, report
 
 PLANS = ("all:2/1", "all:4/4")  # 4 scalars for each layer; 16 vectors of 4 weights: 2 bits and 1 bit a weight
 BATCH = 64
 LEARNING_RATE = 2e-3
+SHOWN = ("conv2.weight", "conv3.weight")  # the tensors in the report's histograms
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,9 @@ class Data:
 class Result:
     """One plan, tried: accuracies on the test images in percent, and what it takes."""
 
-    text: str
     model: nn.Module
     plan: dkm.Plan
-    untrained: float  # k-means of the float32 weights, no training
-    soft: float  # the weights of training: averages of the centroids
-    snapped: float  # the weights of the file: the nearest centroids
-    recalibrated: float  # the same, with batch-norm statistics of its own
+    recalibrated: float  # the snapped network, with batch-norm statistics of its own
     loaded: float  # read back from the file
     size: dkm.Plan  # with .file_bytes
     file: Path
@@ -86,12 +85,12 @@ def network() -> nn.Sequential:
     )
 
 
-def train(model: nn.Module, data: Data, epochs: int, label: str) -> None:
-    """An ordinary training loop.  It does not know about dkm."""
+def train(model: nn.Module, data: Data, epochs: int, after: Callable[[int, float], None]) -> None:
+    """An ordinary training loop.  It does not know about dkm.  After each epoch it calls `after(epoch, loss)`."""
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * data.steps)
-    model.train()
     for epoch in range(1, epochs + 1):
+        model.train()
         total = 0.0
         for batch in torch.randperm(len(data.x)).split(BATCH):
             loss = F.cross_entropy(model(data.x[batch]), data.y[batch])
@@ -100,26 +99,24 @@ def train(model: nn.Module, data: Data, epochs: int, label: str) -> None:
             optimizer.step()
             schedule.step()
             total += loss.item() * len(batch)
-        progress(label, epoch, epochs, total / len(data.x))
+        after(epoch, total / len(data.x))
 
 
-def compress(model: nn.Module, data: Data, text: str, epochs: int, file: Path) -> Result:
+def compress(model: nn.Module, data: Data, text: str, epochs: int, diary: "Diary") -> Result:
     """Everything that dkm adds to a training script."""
     model = copy.deepcopy(model)
     plan = dkm.compress_(model, text, steps=epochs * data.steps)  # in place; the plan has a row for each tensor
-    untrained = accuracy(model.eval(), data)
-    train(model, data, epochs, text)
+    diary.begin(model, plan, text)
+    train(model, data, epochs, diary.epoch)
 
-    soft = accuracy(with_soft_weights(model), data)
-    snapped = accuracy(model.eval(), data)  # evaluation mode: every weight is its nearest centroid
+    model.eval()  # evaluation mode: every weight is its nearest centroid
     dkm.recalibrate_(model, data.x.split(BATCH))
-    recalibrated = accuracy(model.eval(), data)
+    recalibrated = accuracy(model, data)
 
+    file = diary.folder / "model.dkm"
     dkm.save(model, file)
     loaded = dkm.load(file, into=network())  # a plain model, with dense weights
-    return Result(
-        text, model, plan, untrained, soft, snapped, recalibrated, accuracy(loaded.eval(), data), dkm.size(model), file
-    )
+    return Result(model, plan, recalibrated, accuracy(loaded.eval(), data), dkm.size(model), file)
 
 
 def with_soft_weights(model: nn.Module) -> nn.Module:
@@ -145,6 +142,66 @@ def progress(label: str, epoch: int, epochs: int, loss: float) -> None:
         print(line, flush=True)
 
 
+class Diary:
+    """What happens, in the files that `dkm.report` reads.  `dkm compress` writes them by itself."""
+
+    def __init__(self, folder: Path, data: Data, epochs: int, seed: int, before: float):
+        self.folder, self.data, self.epochs, self.seed, self.before = folder, data, epochs, seed, before
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (*report.FILES, "report.html"):  # of a demo before this one
+            (folder / name).unlink(missing_ok=True)
+
+    def begin(self, model: nn.Module, plan: dkm.Plan, text: str) -> None:
+        self.started, self.text, self.model = time.perf_counter(), text, model
+        self.watch = dkm.monitor(model, every=1)
+        rows = [
+            dict(name=r.name, shape=r.shape, bits=r.bits, dim=r.dim, reason=r.reason, bytes=-(-r.stored_bits // 8))
+            for r in plan.rows
+        ]
+        self._write("plan.json", text=text, rows=rows, bytes=plan.megabytes * 2**20, dense_bytes=4 * plan.parameters)
+        config = (
+            f'model = "digits"\nplan = "{text}"\nepochs = {self.epochs}\nlr = {LEARNING_RATE}\nseed = {self.seed}\n'
+        )
+        (self.folder / "config.toml").write_text(config, encoding="utf-8")
+        self._record(0, None)
+
+    def epoch(self, epoch: int, loss: float) -> None:
+        progress(self.text, epoch, self.epochs, loss)
+        self._log("step", epoch, loss=loss)
+        self._record(epoch, accuracy(with_soft_weights(self.model), self.data))
+
+    def end(self, result: Result) -> Path:
+        """The figures, and the report."""
+        figures = dict(
+            accuracy_before=self.before, accuracy_after=result.loaded, bytes_dense=4 * result.size.parameters
+        )
+        figures |= dict(bytes_paper=result.size.megabytes * 2**20, bytes_file=result.size.file_bytes, seed=self.seed)
+        figures |= dict(command=f"python examples/digits.py --epochs {self.epochs} --seed {self.seed}", finished=True)
+        figures |= dict(environment={"dkm": dkm.__version__, "torch": torch.__version__, "device": "cpu"})
+        self._write("result.json", seconds=time.perf_counter() - self.started, **figures)
+        return report.write(self.folder)
+
+    def _record(self, epoch: int, soft: float | None) -> None:
+        self._log("eval", epoch, soft=soft, snapped=accuracy(self.model.eval(), self.data))
+        measured = self.watch.record(epoch * self.data.steps)
+        self._log("layers", epoch, tensors=measured["tensors"], total=measured["total"])
+        for name in SHOWN:
+            parametrization = self.model.get_submodule(name.removesuffix(".weight")).parametrizations.weight
+            weight, clustered = parametrization.original.detach(), parametrization[0]
+            first = weight.flatten()[:: clustered.dim]  # of each vector
+            counts, edges = torch.histogram(first, 60)
+            centroids = clustered.codes(weight)[0][:, 0]
+            numbers = dict(edges=edges.tolist(), counts=counts.tolist(), centroids=centroids.tolist())
+            self._log("histogram", epoch, name=name, **numbers)
+
+    def _log(self, kind: str, epoch: int, **numbers) -> None:
+        record = dict(kind=kind, step=epoch * self.data.steps, epoch=epoch, **numbers)
+        jsonl.append(self.folder / "log.jsonl", record)
+
+    def _write(self, name: str, **values) -> None:
+        (self.folder / name).write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+
 def run(out: Path, epochs: int = 12, seed: int = 0) -> list[Result]:
     started = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
@@ -153,22 +210,22 @@ def run(out: Path, epochs: int = 12, seed: int = 0) -> list[Result]:
     print(f"{len(data.x):,} digits to train on, {len(data.x_test):,} to test with")
 
     model = network()
-    train(model, data, epochs, "float32")
+    train(model, data, epochs, lambda epoch, loss: progress("float32", epoch, epochs, loss))
     before = accuracy(model.eval(), data)
-    float_file = out / "digits.safetensors"
-    safetensors.torch.save_file(model.state_dict(), float_file)
+    safetensors.torch.save_file(model.state_dict(), out / "digits.safetensors")
 
     results = []
     for text in PLANS:
-        file = out / f"digits-{text.partition(':')[2].replace('/', '-')}.dkm"
-        results.append(compress(model, data, text, epochs, file))
+        diary = Diary(out / text.partition(":")[2].replace("/", "-"), data, epochs, seed, before)
+        results.append(compress(model, data, text, epochs, diary))
+        diary.end(results[-1])
 
     print(f"\nthe plan {PLANS[-1]}\n{results[-1].plan}\n")
-    table = digits_report.table(before, float_file, results, len(data.x_test))
-    print(digits_report.as_text(table))
-    digits_report.draw(model, results, out / "weights.png")
-    digits_report.write_html(table, model, results, out / "report.html", epochs, seed)
-    print(f"\n{time.perf_counter() - started:.0f} s; open {out / 'report.html'}")
+    for result in results:
+        print(report.summary(result.file.parent))
+    print(f"\n{time.perf_counter() - started:.0f} s; open")
+    for result in results:
+        print(f"  {result.file.with_name('report.html')}")
     return results
 
 

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from experiments import tau_cifar
+from experiments import target_cifar, tau_cifar
 from experiments.cifar import Cifar10, ResNet
 
 
@@ -73,3 +73,40 @@ def test_tau_cifar_names_a_bad_run(text: str, tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit):
         tau_cifar.main(["--data", str(tmp_path), "--weights", "w", "--out", "o", "--run", text])
     assert text.split(":")[-2 if "warm" in text else 0] in capsys.readouterr().err
+
+
+def test_target_cifar(folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(target_cifar, "CANDIDATES", [(1, 1), (2, 2), (4, 4), (4, 8)])
+
+    def run(*texts: str) -> list[dict]:
+        options = dict(data=folder, weights=folder / "resnet20.safetensors", out=folder / "target.jsonl", batch=16)
+        texts += tuple(text for name, value in options.items() for text in (f"--{name}", str(value)))
+        target_cifar.main([*texts, "--device", "cpu", "--epochs", "1"])
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+
+    listed = run("--uniform", "40kB")
+    # not all:b/d, which has 8 bits for most of the layers
+    assert {row["plan"] for row in listed} == {
+        f"{s}:{c}" for s in ("*", "layer*") for c in ("1/1", "2/2", "4/4", "4/8")
+    }
+    assert all(row["bytes"] <= 40 * 1024 for row in listed)
+    costs = [row["divergence"] for row in listed]
+    assert costs == sorted(costs)
+
+    rows = run("--run", "size=30kB,rounds=0:0", "--run", "*:4/8:1", "--run", "size=30kB,rounds=0:2")
+    assert [(row["plan"], row["seed"]) for row in rows] == [
+        ("size=30kB,rounds=0", 0),
+        ("*:4/8", 1),
+        ("size=30kB,rounds=0", 2),
+    ]
+    assert rows[0]["text"] == rows[2]["text"]
+    assert rows[0]["bytes"] <= 30 * 1024
+    assert all(0 <= row[name] <= 100 for row in rows for name in ("accuracy", "recalibrated"))
+    assert not run("--run", "*:4/8:1")  # it is there already
+
+
+@pytest.mark.parametrize("text", ["size=40kB", "size=40qB:0", "conf:4:0", "size=40kB,rounds=x:0"])
+def test_target_cifar_names_a_bad_run(text: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        target_cifar.main(["--data", str(tmp_path), "--weights", "w", "--out", "o", "--run", text])
+    assert text.split(":")[0].removeprefix("size=").split(",rounds=")[-1] in capsys.readouterr().err

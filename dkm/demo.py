@@ -1,0 +1,77 @@
+"""Something to compress where there is nothing yet: 300 pictures, and a network trained on them."""
+
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch.nn import functional as F
+
+from . import models
+from .data import batches, open_data
+from .settings import Settings
+
+CLASSES = ("circle", "cross", "square")
+SIZE = 32
+# Written beside the pictures: `--model network.py:network` is how any model of your own is given.
+NETWORK = '''"""A small network: four convolutions, an average over the picture, a matrix."""
+
+from torch import nn
+
+
+def network(classes: int = 3) -> nn.Module:
+    layers = []
+    for before, after in ((3, 32), (32, 64), (64, 96), (96, 128)):
+        convolution = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
+        layers += [convolution, nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, classes))
+'''
+
+
+def make_images(folder: Path, count: int, seed: int = 0) -> None:
+    """Circles, crosses and squares, of random colours, places and sizes, on noise."""
+    import numpy as np
+    import PIL.Image
+    import PIL.ImageDraw
+
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        name = CLASSES[i % len(CLASSES)]
+        picture = PIL.Image.fromarray(rng.integers(0, 110, (SIZE, SIZE, 3), dtype=np.uint8))
+        pen, colour = PIL.ImageDraw.Draw(picture), tuple(int(c) for c in rng.integers(140, 256, 3))
+        r, (x, y) = int(rng.integers(6, 10)), (int(c) for c in rng.integers(10, SIZE - 10, 2))
+        box = (x - r, y - r, x + r, y + r)
+        if name == "circle":
+            pen.ellipse(box, outline=colour, width=3)
+        elif name == "square":
+            pen.rectangle(box, outline=colour, width=3)
+        else:
+            pen.line((x - r, y, x + r, y), colour, 3)
+            pen.line((x, y - r, x, y + r), colour, 3)
+        path = folder / name / f"{i:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path)
+
+
+def train(network: str, images: Path, weights: Path, epochs: int = 15, seed: int = 0) -> None:
+    """A network trained from random, the ordinary way, to a .safetensors file."""
+    torch.manual_seed(seed)
+    settings = Settings(model=network, data=(str(images),), image_size=SIZE, device="cpu")
+    data = open_data(settings)
+    model, _ = models.build(network, "none", data.classes)
+    size, total = 32, len(data.train)
+    steps = epochs * (total // size)
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+    model.train()
+    keys = [
+        [(epoch * total + i, i) for i in part.tolist()]
+        for epoch in range(epochs)
+        for part in torch.randperm(total).split(size)
+        if len(part) == size
+    ]
+    for x, y in batches(data.train, keys, data, settings):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    safetensors.torch.save_file(model.state_dict(), weights)

@@ -564,7 +564,7 @@ class Training:
             _restore_statistics(statistics)
         self._watch()
         self._histograms()
-        self._log("eval", soft=soft, snapped=snapped, loss=loss)
+        self._log("eval", soft=soft, snapped=snapped, loss=loss if math.isfinite(loss) else None)
         self.evaluated = self.done
         self.at += time.perf_counter() - began  # the speed is that of training
 
@@ -581,7 +581,7 @@ class Training:
         for owned in {o.names[0]: o for o in (targets[0], largest, targets[-1])}.values():
             with torch.no_grad():
                 values = to_vectors(owned.tensor.detach(), owned.clustered.dim)[:, 0].float().cpu()
-                centroids = owned.clustered.C[:, 0].float().sort().values.tolist()
+                centroids = owned.clustered.C[:, 0].float().tolist()  # in their order: a line each, through time
             counts, edges = torch.histogram(values, 60)
             self._log(
                 "histogram",

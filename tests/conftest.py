@@ -1,4 +1,5 @@
 import os
+import sys
 
 import pytest
 import torch
@@ -13,3 +14,5 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:  # it counts what it compiled for all tests of a process together, up to a limit
+        torch._dynamo.reset()

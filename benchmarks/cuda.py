@@ -41,8 +41,8 @@ def run(device: str, quick: bool) -> list[dict]:
             del layer, half
     for model, plan in STEPS:
         note(f"gpu {model} {plan}")
-        seconds = _training_step(model, plan, 8 if quick else 128, device)
-        rows.append(dict(kind="step", model=model, plan=plan, seconds=seconds))
+        times = {name: _training_step(model, plan, 8 if quick else 128, device, name) for name in ("eager", "captured")}
+        rows.append(dict(kind="step", model=model, plan=plan, **times))
         note(f"  {rows[-1]}")
     note("gpu stack")
     return [*rows, _stack(device, layers=1 if quick else 16)]
@@ -90,28 +90,29 @@ def _seconds(step: Callable) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def _training_step(name: str, plan: str | None, batch: int, device: str) -> float:
-    """Median seconds of forward, backward and SGD step; bf16 autocast, channels_last."""
+def _training_step(name: str, plan: str | None, batch: int, device: str, how: str) -> float:
+    """Median seconds of forward, backward and SGD step; bf16 autocast, channels_last; eager, or captured in a graph."""
     import torchvision
 
     torch.manual_seed(0)
     model = getattr(torchvision.models, name)().to(device, memory_format=torch.channels_last)
     if plan is not None:
         dkm.compress_(model, plan, steps=1000)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
     images = torch.randn(batch, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
     labels = torch.randint(1000, (batch,), device=device)
 
-    def step() -> None:
+    def step(images: Tensor, labels: Tensor) -> None:
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
 
-    for _ in range(5):
-        step()
-    return statistics.median(_seconds(step) for _ in range(20))
+    step = dkm.capture(step, optimizer) if how == "captured" else step
+    for _ in range(8):
+        step(images, labels)
+    return statistics.median(_seconds(lambda: step(images, labels)) for _ in range(20))
 
 
 class _Block(nn.Module):
@@ -181,10 +182,12 @@ def text(rows: list[dict]) -> str:
     lines += ["The multiple is the extra memory, in the weight's own bytes.", "", "### Whole training steps", ""]
     plain, cells = {}, []
     for row in (row for row in rows if row["kind"] == "step"):
-        plain.setdefault(row["model"], row["seconds"])
-        times = row["seconds"] / plain[row["model"]]
-        cells.append([row["model"], row["plan"] or "plain", f"{digits(1000 * row['seconds'])} ms", f"{times:.2f}x"])
-    lines += [table(["model", "plan", "step", "of the plain one"], cells), ""]
+        first = plain.setdefault(row["model"], row)
+        cells.append([row["model"], row["plan"] or "plain"])
+        for how in ("captured", "eager"):
+            cells[-1] += [f"{digits(1000 * row[how])} ms", f"{row[how] / first[how]:.2f}x"]
+    names = ["model", "plan", "one graph", "of the plain one", "eager", "of the plain one"]
+    lines += [table(names, cells), ""]
     for row in (row for row in rows if row["kind"] == "stack"):
         lines += [
             f"A stack of Llama-shaped bf16 layers, {row['weights'] / 1e6:,.0f} M weights, all at 3/1, 5 iterations: "

@@ -3,6 +3,7 @@
 from . import temperature
 from .allocate import divergence
 from .batchnorm import recalibrate_
+from .capture import capture
 from .clustered import Clustered
 from .compress import cluster_weight, compress_, snap_
 from .distill import distill, teacher
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "assign",
+    "capture",
     "cluster",
     "cluster_weight",
     "compress_",

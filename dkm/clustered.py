@@ -9,9 +9,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .functional import Clustering, assign, check_options, cluster, from_vectors, init_centroids, to_vectors
+from .functional import (
+    Clustering,
+    advance,
+    assign,
+    can_advance,
+    check_options,
+    cluster,
+    from_vectors,
+    init_centroids,
+    to_vectors,
+)
 from .sharded import Sharded, is_sharded, whole
-from .temperature import AUTO, HOT, Schedule, check_temperature
+from .temperature import AUTO, HOT, Schedule, check_temperature, law
 
 MAX_BITS = 12
 
@@ -29,8 +39,10 @@ class Clustered(nn.Module):
     accumulation or a forward pass without gradient change nothing.  That test is a checksum of the bits,
     made on the device: it needs no hook, holds for any optimizer, and resumes from a checkpoint.
 
-    Buffers, all of fixed shape and part of the state_dict; rebound, not written in place, because the
-    graphs of earlier forward passes hold on to them:
+    On a GPU all of that, the checksum, the temperature, the clustering, the new state, is one launch: a network has
+    many weights, and as operations of PyTorch they would take longer than the network itself.
+
+    Buffers, all of fixed shape and part of the state_dict:
         C       (k, d)  the newest centroids: what evaluation and `codes` use
         start   (k, d)  the centroids that the present weight was clustered from
         seen    ()      the checksum of that weight
@@ -96,9 +108,21 @@ class Clustered(nn.Module):
                 "nn.DataParallel trains copies of the model that it throws away after every forward pass, and the "
                 "centroids with them: use DistributedDataParallel, a process for each device"
             )
+        if (result := self.in_one_launch(weight)) is not None:
+            return result
         seen, start, step = self.moment(weight)
         W_tilde, C, iterations = self.cluster(weight, start, step)
         self.advance(C, start, seen, step, iterations)
+        return W_tilde
+
+    def in_one_launch(self, weight: Tensor) -> Tensor | None:
+        """What `moment`, `cluster` and `advance` do, where there is a kernel that does it all."""
+        temperature = law(self.schedule or self.tau)
+        if temperature is None or not can_advance(weight, self.C, self.impl) or type(self).cluster != Clustered.cluster:
+            return None
+        state = self.C, self.start, self.seen, self.step, self.unit, *temperature, self.steps or 1
+        W_tilde, iterations = advance(weight, state, self.eps, self.max_iter, self.metric, self.gradient)
+        self.__dict__["iterations"] = iterations
         return W_tilde
 
     def right_inverse(self, weight: Tensor) -> Tensor:
@@ -129,17 +153,16 @@ class Clustered(nn.Module):
         )
 
     def advance(self, C: Tensor, start: Tensor, seen: Tensor, step: Tensor, iterations: Tensor) -> None:
-        """Take on the state after a clustering."""
-        if torch.compiler.is_compiling():
+        """Take on the state after a clustering, in place: a CUDA graph reads where its capture has read."""
+        if torch.compiler.is_compiling():  # it has its own ways of keeping a buffer in its place
             self.C, self.start, self.seen, self.step, self.iterations = C, start, seen, step, iterations
             return
-        state = dict(C=C, start=start, seen=seen, step=step)
-        if C.is_cuda and torch.cuda.is_current_stream_capturing():
-            for name, value in state.items():  # in place: a replay reads where the capture has read
-                self._buffers[name].copy_(value)
-        else:
-            self._buffers.update(state)  # as attributes, in a tenth of the time
-        self.__dict__["iterations"] = iterations
+        with torch.no_grad():
+            self.C.copy_(C)
+            self.start.copy_(start)
+            self.seen.copy_(seen)
+            self.step.copy_(step)
+        self.iterations = iterations
 
     def temperature(self, step: Tensor) -> Tensor | float:
         """tau after `step` changes of the weight: a number, or a () tensor."""

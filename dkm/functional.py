@@ -78,6 +78,24 @@ def cluster(
     return Clustering(W_tilde.view(W.shape), trail.detach()[-1, :, :-1].contiguous(), iterations)
 
 
+def can_advance(weight: Tensor, C: Tensor, impl: str) -> bool:
+    """Whether `advance` is for this weight and these centroids."""
+    if torch.compiler.is_compiling() or C.dtype != torch.float32:
+        return False
+    kernels = _kernels(impl, weight, C.shape[1])
+    return kernels is not blocked and not kernels.by_table(weight, *C.shape)
+
+
+def advance(
+    weight: Tensor, state: tuple, eps: float, max_iter: int, metric: str, gradient: str
+) -> tuple[Tensor, Tensor]:
+    """`cluster` on a GPU, from a `kernels.triton.State` that it brings up to date, in place: W_tilde and iterations.
+
+    Differentiable in the weight.
+    """
+    return _Advance.apply(weight, state, eps, max_iter, metric, gradient)
+
+
 def assign(W: Tensor, C: Tensor) -> Tensor:
     """`(n, d), (k, d) -> (n,)` int64: the index of each vector's nearest centroid (the first one of equals).
 
@@ -216,6 +234,46 @@ class _Cluster(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, G, *_):
         return _gradients(ctx, G, _backward)
+
+
+class _Advance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, state, eps, max_iter, metric, gradient):
+        from .kernels import triton
+
+        ctx.metric, ctx.gradient, ctx.shape = metric, gradient, weight.shape
+        # Single weights may be clustered in any order.  That in memory needs no copy.
+        ctx.last = (
+            state[0].shape[1] == 1
+            and weight.ndim == 4
+            and not weight.is_contiguous()
+            and weight.is_contiguous(memory_format=torch.channels_last)
+        )
+        W = _flat(weight, ctx.last)
+        W_tilde, iterations, trail, tau = triton.advance(W, triton.State(*state), eps, max_iter, metric)
+        ctx.save_for_backward(W, trail, iterations, tau)
+        ctx.mark_non_differentiable(iterations)
+        return _shaped(W_tilde, ctx.shape, ctx.last), iterations
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, G, _):
+        from .kernels import triton
+
+        W, trail, iterations, tau = ctx.saved_tensors
+        dW, _ = triton.backward(_flat(G, ctx.last), W, trail, iterations, tau, ctx.metric, ctx.gradient)
+        return _shaped(dW, ctx.shape, ctx.last), None, None, None, None, None
+
+
+def _flat(X: Tensor, channels_last: bool) -> Tensor:
+    return (X.permute(0, 2, 3, 1) if channels_last else X).reshape(-1)
+
+
+def _shaped(X: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:
+    if channels_last:
+        n, c, h, w = shape
+        return X.view(n, h, w, c).permute(0, 3, 1, 2)
+    return X.view(shape)
 
 
 # The same for torch.compile: an operator that it neither looks into nor stumbles over.  Without torch.compile the

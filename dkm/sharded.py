@@ -200,7 +200,7 @@ class Sharded:
     """A `Clustered` whose weight is sharded: what this rank keeps for it, besides the clustering's own state.
 
     parameter   the DTensor
-    gathered    what FSDP2 has gathered last: None for W~, else the centroids that the weight was snapped to
+    gathered    what FSDP2 has gathered last: None for W~, else which centroids the weight was snapped to
     graph       whether the last graph was built on W~
     trace       W_tilde (for a learned tau only), iterations, trail and tau of the last clustering
     aside       the gradient so far, while a new contribution is still one of W~ and not of W; see `convert`
@@ -223,8 +223,12 @@ class Sharded:
         wanted = self.clustered.training and self.parameter.requires_grad
         soft = self.graph if _in_backward() else wanted
         values = self.values(rows, soft)
-        self.gathered = None if soft else self.clustered.C
+        self.gathered = None if soft else self.centroids()
         return values
+
+    def centroids(self) -> tuple[int, int]:
+        """Another pair when they have changed."""
+        return id(self.clustered.C), self.clustered.C._version
 
     @torch.no_grad()
     def values(self, rows: Tensor, soft: bool) -> Tensor:
@@ -261,7 +265,7 @@ class Sharded:
         elif soft or torch.is_grad_enabled():  # soft: reentrant checkpointing runs without gradient at first
             self.graph = soft
         values = weight.detach()
-        if self.gathered is not (None if soft else self.clustered.C):
+        if self.gathered != (None if soft else self.centroids()):
             # The mode has changed while FSDP2 held on to what it had gathered, as it does for the root module.
             # Not in place: the graph of an earlier forward pass may need it.
             rows = self.values(self.parameter._local_tensor.as_subclass(Tensor), soft)

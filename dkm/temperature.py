@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +77,28 @@ HOT = 2.0  # tau = 2m is the maximum-likelihood temperature of the paper's mixtu
 AUTO = geometric(HOT, 0.1)  # tau="auto"
 
 _NAMED = {schedule.__name__: schedule for schedule in (geometric, linear, cosine, constant)}
+
+
+class Law(NamedTuple):
+    """tau = hot unit^relative 2^(decay progress): what a kernel can compute by itself."""
+
+    hot: float
+    decay: float
+    relative: bool
+
+
+def law(tau: float | str | Schedule) -> Law | None:
+    """The law that `tau` is, if it is one."""
+    match tau:
+        case Real():
+            return Law(tau, 0.0, False)
+        case "auto":
+            return law(AUTO)
+        case geometric(hot, cold):
+            return Law(hot, math.log2(cold / hot), True)
+        case constant(multiple):
+            return Law(multiple, 0.0, True)
+    return None
 
 
 def parse(text: str) -> float | str | Schedule:

@@ -255,3 +255,55 @@ def test_replays_of_a_captured_training_step_go_on():
     torch.cuda.synchronize()
     for name, wanted in eager[0].state_dict().items():
         torch.testing.assert_close(captured[0].state_dict()[name], wanted, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dim", "dtype", "tau"),
+    [
+        (2, 1, torch.float32, "auto"),
+        (2, 1, torch.bfloat16, 1e-3),
+        (4, 4, torch.float32, dkm.temperature.constant(0.5)),
+        (5, 8, torch.float32, "auto"),
+        (1, 3, torch.float32, dkm.temperature.linear(2, 0.1)),
+    ],
+)
+def test_one_launch_does_what_the_operations_do(monkeypatch, bits, dim, dtype, tau):
+    """The checksum, the start, the temperature and the new state: of a weight that changes now and then."""
+    torch.manual_seed(0)
+    weight = torch.randn(8, 5, 3, 3, device=DEVICE).mul(0.1).to(dtype, memory_format=torch.channels_last)
+    ones, others = (
+        dkm.Clustered(weight.requires_grad_(), bits, dim, tau=tau, steps=3, eps=1e-6, max_iter=3, impl="triton")
+        for _ in range(2)
+    )
+    # both round tau, by 2^-23, and cold iterations on few weights amplify that a thousand times
+    limit = 1e-3 if dtype == torch.float32 else 2**-7
+    for changed in (False, True, False, True, True):
+        if changed:
+            weight = (weight.detach() + 0.01 * torch.randn_like(weight)).requires_grad_()
+        G = torch.randn_like(weight)
+        results = []
+        for clustered, together in ((ones, True), (others, False)):
+            with monkeypatch.context() as patch:
+                if not together:
+                    patch.setattr("dkm.clustered.can_advance", lambda *_: False)
+                W_tilde = clustered(weight)
+            results.append((W_tilde.detach(), *torch.autograd.grad(W_tilde, weight, G)))
+        for got, wanted in zip(*results, strict=True):
+            assert got.shape == wanted.shape == weight.shape
+            assert error(got, wanted.double()) < limit
+        for name, wanted in others.state_dict().items():
+            got = ones.state_dict()[name]
+            assert error(got, wanted.double()) < 1e-3 if name in ("C", "start") else torch.equal(got, wanted), name
+        assert int(ones.iterations) == int(others.iterations)
+    assert int(ones.step) == 3
+
+
+def test_one_launch_keeps_the_layout_in_memory():
+    """d = 1: in the order of memory, without a copy."""
+    weight = torch.randn(8, 6, 3, 3, device=DEVICE).to(memory_format=torch.channels_last).requires_grad_()
+    clustered = dkm.Clustered(weight, 2, tau=1e-2, impl="triton")
+    wanted = cluster(weight, clustered.C.clone(), tau=1e-2, impl="triton").W_tilde
+    W_tilde = clustered(weight)
+    W_tilde.sum().backward()
+    assert W_tilde.stride() == weight.grad.stride() == weight.stride()
+    torch.testing.assert_close(W_tilde, wanted, rtol=1e-5, atol=1e-7)

@@ -23,11 +23,25 @@ from . import frame, table
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_D = 64
-# With more centroids and at least as many weights, a table of all 16-bit values is worth making.
-FEW, TABLE = 8, 1 << 20
+# From so many weights on, a table of all 16-bit values is worth making: with more centroids than a few, and with few.
+TABLE, TABLE_FOR_FEW, FEW = 1 << 20, 1 << 23, 8
 NO_MASS = no_mass(torch.float32)
 
 Reduce = Callable[[Tensor], Tensor]
+
+
+class State(NamedTuple):
+    """What a weight's clustering goes on from, and the law of its temperature, hot unit^relative 2^(decay progress)."""
+
+    C: Tensor  # (k, d), float32
+    start: Tensor  # (k, d), float32
+    seen: Tensor  # (), int64
+    step: Tensor  # (), int64
+    unit: Tensor  # (), float32
+    hot: float
+    decay: float
+    relative: bool
+    steps: int
 
 
 def fits(W: Tensor, d: int) -> bool:
@@ -45,6 +59,22 @@ def forward(
     reduce: Reduce | None = None,
 ):
     """`(N,), (k, d) -> W_tilde (N,), iterations, trail`; see the package's docstring."""
+    _check(W, C)
+    if not by_table(W, *C.shape):
+        return _forward(W, None, C, tau, eps, max_iter, metric, reduce)
+    values, counts, _ = table.population(W)
+    W_tilde, iterations, trail = _forward(values, counts, C, tau, eps, max_iter, metric, reduce)
+    return table.look_up(W, W_tilde), iterations, trail
+
+
+def advance(W: Tensor, state: State, eps: float, max_iter: int, metric: str):
+    """`forward` from a state, which it brings up to date in place: `W_tilde (N,), iterations, trail, tau`."""
+    _check(W, state.C)
+    tau = torch.empty((), device=W.device)
+    return *_forward(W, None, state.C, tau, eps, max_iter, metric, None, state), tau
+
+
+def _check(W: Tensor, C: Tensor) -> None:
     if not (W.is_cuda or INTERPRETED):
         raise ValueError(f'impl="triton" needs a GPU, and the weight is on {W.device}: use impl="auto"')
     if not fits(W, C.shape[1]):
@@ -52,11 +82,6 @@ def forward(
             f'impl="triton" computes in float32, for d up to {MAX_D} and under 2^31 weights; '
             f'got {W.dtype}, d = {C.shape[1]}, {W.numel()} weights: use impl="auto"'
         )
-    if not _by_table(W, *C.shape):
-        return _forward(W, None, C, tau, eps, max_iter, metric, reduce)
-    values, counts, _ = table.population(W)
-    W_tilde, iterations, trail = _forward(values, counts, C, tau, eps, max_iter, metric, reduce)
-    return table.look_up(W, W_tilde), iterations, trail
 
 
 def backward(
@@ -70,7 +95,7 @@ def backward(
     reduce: Reduce | None = None,
 ):
     """The gradient of W_tilde, `(N,)` -> those of W, `(N,)`, and of the centroids, `(k, d)`; see the package."""
-    if not _by_table(W, trail.shape[1], trail.shape[2] - 1):
+    if not by_table(W, trail.shape[1], trail.shape[2] - 1):
         return _Backward(G, W, None, trail, iterations, tau, metric, gradient, reduce).run()
     values, counts, sums = table.population(W, G)
     through_updates = _Backward(sums, values, counts, trail, iterations, tau, metric, gradient, reduce, output=False)
@@ -79,9 +104,10 @@ def backward(
     return table.look_up_gradient(W, G, slopes, offsets), dC
 
 
-def _by_table(W: Tensor, k: int, d: int) -> bool:
+def by_table(W: Tensor, k: int, d: int) -> bool:
+    """Whether a table of all values is worth making."""
     # With processes that share a weight, some may and some may not: both ways reduce the same sums equally often.
-    return d == 1 and k > FEW and W.element_size() == 2 and W.numel() >= TABLE
+    return d == 1 and W.element_size() == 2 and W.numel() >= (TABLE if k > FEW else TABLE_FOR_FEW)
 
 
 class _Tiles(NamedTuple):
@@ -99,7 +125,8 @@ def _tiles(N: int, k: int, d: int, euclidean: bool, counts: bool, backward: bool
     BK = max(2, triton.next_power_of_2(k))
     DP = triton.next_power_of_2(d)
     DS = max(8, DP)
-    products = d > 1 and not euclidean and DP * BK > 64
+    # beyond 32 dimensions the tables of products do not fit the shared memory
+    products = 1 < d <= 32 and not euclidean and DP * BK > 64
     registers = None
     if products:
         # 64 rows are the least that the tensor cores take at once; the more programs a processor has, the better
@@ -111,10 +138,12 @@ def _tiles(N: int, k: int, d: int, euclidean: bool, counts: bool, backward: bool
         BK = min(BK, max(2, 128 // DP)) if d > 1 else BK if BK <= 32 else 16
         BN, warps, each = 128 * max(1, min(8, 64 // (BK * DP))), 4, 2
     NK = -(-k // BK)
+    stages = 2 if products and DS == 8 and NK > 1 else 1  # read the next tile ahead, where there is room for two
+    E = max(DS, triton.next_power_of_2(d + 1)) if products else triton.next_power_of_2(d + 1)
     processors = 3 if INTERPRETED else each * torch.cuda.get_device_properties(device).multi_processor_count
     arguments = dict(
-        PRODUCTS=products, EUCLIDEAN=euclidean, COUNTS=counts, D=d, DP=DP, DS=DS,
-        E=max(DS, triton.next_power_of_2(d + 1)), BK=BK, BN=BN, NK=NK, ROWS=4, CHUNK=64, num_warps=warps, num_stages=1,
+        PRODUCTS=products, EUCLIDEAN=euclidean, COUNTS=counts, D=d, DP=DP, DS=DS, E=E,
+        BK=BK, BN=BN, NK=NK, ROWS=4, CHUNK=64 if products else min(512, 1024 // E), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if INTERPRETED:  # a block at a time: few and large ones
         arguments |= dict(ROWS=64, CHUNK=4)
@@ -136,24 +165,31 @@ def _scratch(tiles: _Tiles, device: torch.device, state: int, tables: int) -> tu
     )
 
 
-def _forward(W, counts, C, tau, eps, max_iter, metric, reduce):
+def _forward(W, counts, C, tau, eps, max_iter, metric, reduce, state: State | None = None):
     k, d = C.shape
     tiles = _tiles(W.numel(), k, d, metric == "euclidean", counts is not None, False, W.device)
-    moves, partial, Qs = _scratch(tiles, W.device, max_iter + 1, max_iter + 1)
+    moves, partial, Qs = _scratch(tiles, W.device, frame.HEADER.value + max_iter, max_iter + 1)
     trail = torch.empty(max_iter + 1, k, d + 1, device=W.device)
     iterations = torch.empty((), dtype=torch.int64, device=W.device)
     W_tilde = torch.empty_like(W)
-    C = C.float().contiguous()
+    if state is None:
+        C = C.float().contiguous()
+        kept = C, C, iterations, iterations, tau, 1.0, 0.0, False, 1  # not looked at
+    else:
+        kept = state
 
     def launch(phase: int, t: int = 0, rows: int = tiles.programs, **options) -> None:
         frame.forward_kernel[(tiles.programs,)](
-            W, W if counts is None else counts, C, tau, trail, moves, partial, Qs, iterations, W_tilde,
-            W.numel(), tiles.n, k, tiles.KP, rows, eps, NO_MASS, max_iter, t, PHASE=phase, **tiles.arguments, **options,
+            W, W if counts is None else counts, *kept[:5], tau, trail, moves, partial, Qs, iterations, W_tilde,
+            W.numel(), tiles.n, k, tiles.KP, rows, eps, NO_MASS, max_iter, *kept[5:], t, PHASE=phase,
+            STATEFUL=state is not None, **tiles.arguments, **options,
         )  # fmt: skip
 
     if reduce is None and not INTERPRETED:
         launch(frame.ALL.value, launch_cooperative_grid=True)
         return W_tilde, iterations, trail
+    if state is not None:
+        launch(frame.COUNT.value)
     launch(frame.PREPARE.value)
     for t in range(max_iter):
         launch(frame.SUMS.value, t)

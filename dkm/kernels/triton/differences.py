@@ -68,10 +68,11 @@ def _deposit(received, mass, partial, ks, add, D: tl.constexpr, DP: tl.constexpr
 
 @triton.jit
 def sums(
-    W, counts, C, scale, partial, N, n, K, KP, program, programs, D: tl.constexpr, DP: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr,
+    W, counts, C, scale, partial, W_tilde, N, n, K, KP, program, programs, FIRST: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, EUCLIDEAN: tl.constexpr,
+    COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """A^T [W, 1] of this program's vectors, each counted `counts` times."""
+    """A^T [W, 1] of this program's vectors, each counted `counts` times; FIRST: and W_tilde."""
     partial += program * KP * (D + 1)
     c0 = _centroids(C, tl.arange(0, BK), K, D + 1, FAR, D, DP)
     acc = tl.zeros((DP, BK, BN), tl.float32)
@@ -83,17 +84,24 @@ def sums(
         share = tl.where(rows < n, 1.0 / z, 0.0)
         if COUNTS:
             share *= tl.load(counts + rows, mask=rows < n, other=0).to(tl.float32)
-        if NK == 1:
-            P = tl.exp2((near[None, :] - _distance(w, c0, EUCLIDEAN)) * scale)
-            acc += P[None, :, :] * (w * share[None, :])[:, None, :]
-            mass += P * share[None, :]
-        else:
-            for tile in range(NK):
-                ks = tile * BK + tl.arange(0, BK)
+        average = tl.zeros((DP, BN), tl.float32)
+        for tile in range(NK):
+            ks = tile * BK + tl.arange(0, BK)
+            if NK == 1:
+                c = c0
+            else:
                 c = _centroids(C, ks, K, D + 1, FAR, D, DP)
-                P = tl.exp2((near[None, :] - _distance(w, c, EUCLIDEAN)) * scale)
-                received = tl.sum(P[None, :, :] * (w * share[None, :])[:, None, :], 2)
-                _deposit(received, tl.sum(P * share[None, :], 1), partial, ks, first != program * BN, D, DP)
+            P = tl.exp2((near[None, :] - _distance(w, c, EUCLIDEAN)) * scale)
+            if FIRST:
+                average += tl.sum(P[None, :, :] * c[:, :, None], 1)
+            received = P[None, :, :] * (w * share[None, :])[:, None, :]
+            if NK == 1:
+                acc += received
+                mass += P * share[None, :]
+            else:
+                _deposit(tl.sum(received, 2), tl.sum(P * share[None, :], 1), partial, ks, first != program * BN, D, DP)
+        if FIRST:
+            _store(average / z[None, :], W_tilde, rows, N, False, D, DP)
     if NK == 1:
         _deposit(tl.sum(acc, 2), tl.sum(mass, 1), partial, tl.arange(0, BK), False, D, DP)
 

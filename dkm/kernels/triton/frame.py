@@ -17,6 +17,7 @@ from . import differences, products
 from .products import NEVER, split
 
 ALL = tl.constexpr(0)
+COUNT = tl.constexpr(6)  # the checksum of the weight
 PREPARE = tl.constexpr(1)  # what the first iteration needs
 SUMS = tl.constexpr(2)  # contributions to the centroids, into `partial`
 FOLD = tl.constexpr(3)  # the rows of `partial` added up, into its first row
@@ -24,6 +25,7 @@ TAKE = tl.constexpr(4)  # from the contributions to the centroids, or to their g
 MAP = tl.constexpr(5)  # from the centroids to W_tilde, or to dW
 
 LOG2E = tl.constexpr(1.4426950408889634)
+HEADER = tl.constexpr(3)  # words of a forward pass's state before the moves: a checksum of two, the barrier's counter
 
 
 @triton.jit
@@ -32,10 +34,33 @@ def _barrier(counter, programs):
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel")
     target = (arrived // programs + 1) * programs
-    now = arrived + 1
-    while now < target:
-        now = tl.atomic_add(counter, 0, sem="acq_rel")
+    while tl.load(counter, volatile=True) < target:  # not by atomics: those who wait would slow down the others
+        pass
+    tl.atomic_add(counter, 0, sem="acquire")
     tl.debug_barrier()
+
+
+@triton.jit
+def _checksum(W, N, program, programs, SIZE: tl.constexpr):
+    """The sum of the bits of this program's share of the weights, int64."""
+    if W.dtype.element_ty.primitive_bitwidth == 16:
+        bits = W.to(tl.pointer_type(tl.int16), bitcast=True)
+    else:
+        bits = W.to(tl.pointer_type(tl.int32), bitcast=True)
+    total = tl.zeros((SIZE,), tl.int64)
+    for first in range(program * SIZE, N, programs * SIZE):
+        at = first + tl.arange(0, SIZE)
+        total += tl.load(bits + at, mask=at < N, other=0).to(tl.int64)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _moment(checksum, seen, step, unit, hot, decay, relative, steps):
+    """Whether this is another weight than the last one, its step, and its temperature."""
+    changed = tl.load(checksum, cache_modifier=".cg") != tl.load(seen)
+    now = tl.load(step) + changed.to(tl.int64)
+    progress = tl.minimum(now.to(tl.float32) / steps, 1.0)
+    return changed, now, tl.where(relative != 0, tl.load(unit), 1.0) * hot * tl.exp2(decay * progress)
 
 
 @triton.jit
@@ -128,24 +153,85 @@ def _move(
             _write_centroids(Qs + (t + 1) * KP * 12 * DS, C_next, ks, K, KP, scale, D, DS, E)
 
 
-@triton.jit(do_not_specialize=["n", "K", "KP", "P", "max_iter", "t"])
-def forward_kernel(
-    W, counts, C, tau, trail, moves, partial, Qs, iterations, W_tilde, N, n, K, KP, P, eps, no_mass, max_iter,
-    t, PHASE: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit
+def _sums(
+    W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS: tl.constexpr,
+    EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Up to max_iter iterations, then W_tilde = A C with the A and the C that belong together."""
+    if PRODUCTS:
+        Q = Qs + t * KP * 12 * DS
+        products.sums(W, Q, scale, partial, W_tilde, N, n, KP, program, programs, FIRST, D, DS, BK, BN, NK)
+    else:
+        differences.sums(
+            W, counts, trail + t * K * (D + 1), scale, partial, W_tilde, N, n, K, KP, program, programs, FIRST, D, DP,
+            BK, BN, NK, EUCLIDEAN, COUNTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _iteration(
+    W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS: tl.constexpr,
+    EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
+):  # fmt: skip
+    """The sums of iteration t; of the first one W_tilde as well."""
+    if t == 0:
+        _sums(
+            W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
+            COUNTS, D, DP, DS, BK, BN, NK, True,
+        )  # fmt: skip
+    else:
+        _sums(
+            W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
+            COUNTS, D, DP, DS, BK, BN, NK, False,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n", "K", "KP", "P", "max_iter", "relative", "steps", "t"])
+def forward_kernel(
+    W, counts, C, start, seen, step, unit, tau, trail, state, partial, Qs, iterations, W_tilde, N, n, K, KP, P, eps,
+    no_mass, max_iter, hot, decay, relative, steps, t, PHASE: tl.constexpr, STATEFUL: tl.constexpr,
+    PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Up to max_iter iterations, then W_tilde = A C with the A and the C that belong together.
+
+    The first iteration writes W_tilde, too: in a training it is mostly the last.
+
+    STATEFUL: the iterations start from C or, where the weight is the one seen last, from `start`, at the temperature of
+    the step; C, start, seen and step are brought up to date, in place, and tau is written.
+    """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    scale = LOG2E / tl.load(tau)
     row = K * (D + 1)
-    counter = (moves + max_iter).to(tl.pointer_type(tl.int32), bitcast=True)
+    checksum = state.to(tl.pointer_type(tl.int64), bitcast=True)
+    counter = (state + 2).to(tl.pointer_type(tl.int32), bitcast=True)
+    moves = state + HEADER
+    if STATEFUL and (PHASE == ALL or PHASE == COUNT):
+        tl.atomic_add(checksum, _checksum(W, N, program, programs, 1024))
+        if PHASE == ALL:
+            _barrier(counter, programs)
+    if PHASE != COUNT:
+        changed = True
+        if STATEFUL and (PHASE == ALL or PHASE == PREPARE):
+            changed, _now, temperature = _moment(checksum, seen, step, unit, hot, decay, relative, steps)
+            if program == 0:
+                tl.store(tau, temperature)
+        else:
+            temperature = tl.load(tau)
+        scale = LOG2E / temperature
     if PHASE == ALL or PHASE == PREPARE:
         for block in range(program * ROWS, KP, programs * ROWS):
             ks = block + tl.arange(0, ROWS)
             column = tl.arange(0, E)
             first = _centroid_rows(C, ks, K, D, D, E)
+            if STATEFUL:
+                if not changed:
+                    first = _centroid_rows(start, ks, K, D, D, E)
+                at = start + ks[:, None] * D + column[None, :]
+                tl.store(at, first, mask=(ks < K)[:, None] & (column < D)[None, :])
             at = trail + ks[:, None] * (D + 1) + column[None, :]
             tl.store(at, first, mask=(ks < K)[:, None] & (column <= D)[None, :])
             if PRODUCTS:
@@ -155,13 +241,10 @@ def forward_kernel(
         t = 0
         running = 1
         while (t < max_iter) & (running != 0):
-            if PRODUCTS:
-                products.sums(W, Qs + t * KP * 12 * DS, partial, N, n, KP, program, programs, D, DS, BK, BN, NK)
-            else:
-                differences.sums(
-                    W, counts, trail + t * row, scale, partial, N, n, K, KP, program, programs, D, DP, BK, BN, NK,
-                    EUCLIDEAN, COUNTS,
-                )  # fmt: skip
+            _iteration(
+                W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
+                COUNTS, D, DP, DS, BK, BN, NK,
+            )  # fmt: skip
             _barrier(counter, programs)
             _move(
                 trail, moves, partial, Qs, P, K, KP, scale, no_mass, t, program, programs, PRODUCTS, D, DS, E, ROWS,
@@ -170,7 +253,7 @@ def forward_kernel(
             _barrier(counter, programs)
             running = (tl.load(moves + t) > eps).to(tl.int32)
             t += 1
-    else:
+    elif PHASE != COUNT:
         # converged earlier: there is nothing to do but to remember when
         used = 1
         running = 1
@@ -182,13 +265,10 @@ def forward_kernel(
         elif used <= t:
             return
     if PHASE == SUMS:
-        if PRODUCTS:
-            products.sums(W, Qs + t * KP * 12 * DS, partial, N, n, KP, program, programs, D, DS, BK, BN, NK)
-        else:
-            differences.sums(
-                W, counts, trail + t * row, scale, partial, N, n, K, KP, program, programs, D, DP, BK, BN, NK,
-                EUCLIDEAN, COUNTS,
-            )  # fmt: skip
+        _iteration(
+            W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
+            COUNTS, D, DP, DS, BK, BN, NK,
+        )  # fmt: skip
     if PHASE == FOLD:
         _fold_rows(partial, P, KP, program, programs, D, E, ROWS, CHUNK)
     if PHASE == TAKE:
@@ -198,21 +278,30 @@ def forward_kernel(
     if PHASE == ALL or PHASE == MAP:
         if program == 0:
             tl.store(iterations, t.to(tl.int64))
-        if t < max_iter:  # the last row is the one reached, wherever that is
+            if STATEFUL:
+                moment = _moment(checksum, seen, step, unit, hot, decay, relative, steps)
+                tl.store(step, moment[1])
+                tl.store(seen, tl.load(checksum, cache_modifier=".cg"))
+        if STATEFUL or t < max_iter:  # the last row is the one reached, wherever that is
             for block in range(program * ROWS, KP, programs * ROWS):
                 ks = block + tl.arange(0, ROWS)
                 column = tl.arange(0, E)
                 at = trail + ks[:, None] * (D + 1) + column[None, :]
                 mask = (ks < K)[:, None] & (column <= D)[None, :]
-                tl.store(at + max_iter * row, tl.load(at + t * row, mask=mask), mask=mask)
-        if PRODUCTS:
-            products.averages(
-                W, Qs + (t - 1) * KP * 12 * DS, scale, W_tilde, N, n, program, programs, D, DS, BK, BN, NK
-            )
-        else:
-            differences.averages(
-                W, trail + (t - 1) * row, scale, W_tilde, N, n, K, program, programs, D, DP, BK, BN, NK, EUCLIDEAN
-            )
+                reached = tl.load(at + t * row, mask=mask)
+                tl.store(at + max_iter * row, reached, mask=mask)
+                if STATEFUL:
+                    at = C + ks[:, None] * D + column[None, :]
+                    tl.store(at, reached, mask=(ks < K)[:, None] & (column < D)[None, :])
+        if t > 1:
+            if PRODUCTS:
+                products.averages(
+                    W, Qs + (t - 1) * KP * 12 * DS, scale, W_tilde, N, n, program, programs, D, DS, BK, BN, NK
+                )
+            else:
+                differences.averages(
+                    W, trail + (t - 1) * row, scale, W_tilde, N, n, K, program, programs, D, DP, BK, BN, NK, EUCLIDEAN
+                )
 
 
 @triton.jit
@@ -229,7 +318,7 @@ def _fold_rows(partial, P, KP, program, programs, D: tl.constexpr, E: tl.constex
 
 @triton.jit
 def _write_H(
-    us, Hs, tables, trail, ks, u, K, KP, no_mass, t, slot, PRODUCTS: tl.constexpr, D: tl.constexpr, DS: tl.constexpr,
+    Hs, tables, trail, ks, u, K, KP, no_mass, t, slot, PRODUCTS: tl.constexpr, D: tl.constexpr, DS: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
     """H = u / mass for the way through iteration t, which made row t + 1: into `slot`, `(k, d + 1)`, or its table."""
@@ -266,7 +355,7 @@ def _take(
             u += tl.where(mass <= no_mass, tl.load(at + K * D, mask=mask, other=0.0), 0.0)
         tl.store(at, u, mask=mask)
         if t > 0:  # on the way through iteration t - 1, which made this row
-            _write_H(us, Hs, tables, trail, ks, u, K, KP, no_mass, t - 1, target, PRODUCTS, D, DS, E)
+            _write_H(Hs, tables, trail, ks, u, K, KP, no_mass, t - 1, target, PRODUCTS, D, DS, E)
 
 
 @triton.jit
@@ -332,8 +421,8 @@ def backward_kernel(
             trail, us, Hs, tables, partial, P, K, KP, no_mass, used - 1, used - 1, False, program, programs, PRODUCTS,
             D, DS, E, ROWS, CHUNK,
         )  # fmt: skip
-        _barrier(counter, programs)
         for back in range(2, used + 1):
+            _barrier(counter, programs)
             i = used - back
             _gradient_sums(
                 G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, i, i + 1, program,
@@ -344,6 +433,7 @@ def backward_kernel(
                 trail, us, Hs, tables, partial, P, K, KP, no_mass, i, i, True, program, programs, PRODUCTS, D, DS, E,
                 ROWS, CHUNK,
             )  # fmt: skip
+        if not PUSH:
             _barrier(counter, programs)
     if PHASE == SUMS or PHASE == TAKE:
         if MODE == "unrolled" and not OUTPUT:
@@ -397,4 +487,4 @@ def fixed_point_kernel(
     ks = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     u = _centroid_rows(us + source * K * D, ks, K, D, D, E)
     t = tl.load(iterations).to(tl.int32) - 1
-    _write_H(us, Hs, tables, trail, ks, u, K, KP, no_mass, t, slot, PRODUCTS, D, DS, E)
+    _write_H(Hs, tables, trail, ks, u, K, KP, no_mass, t, slot, PRODUCTS, D, DS, E)

@@ -139,7 +139,7 @@ def _deposit(acc, partial, ks, add, D: tl.constexpr, DS: tl.constexpr, BK: tl.co
 def _statistics(
     x, y, Q, R, n, rows, MEAN: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr
 ):
-    """Of each vector: the largest logit, 1 / the softmax denominator, and, where asked for, sum_j A (R y)_j."""
+    """Of each vector: the log2 of the softmax denominator, and, where asked for, sum_j A (R y)_j."""
     top = tl.full((BN,), -1e38, tl.float32)
     z = tl.zeros((BN,), tl.float32)
     mean = tl.zeros((BN,), tl.float32)
@@ -153,43 +153,71 @@ def _statistics(
         if MEAN:
             mean = mean * fade + tl.sum(P * _by_vector(y, R, ks, DS, BK, BN), 1)
         top = higher
-    return top, tl.where(rows < n, 1.0 / z, 0.0), mean / z
+    return _log_z(top, z, n, rows), mean / z
 
 
 @triton.jit
-def _contributions(x, v, Q, tile, top, share, acc, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+def _log_z(top, z, n, rows):
+    """A = 2^(logit - log_z); past the last vector zero."""
+    return tl.where(rows < n, top + tl.log2(z), 1e38)
+
+
+@triton.jit
+def _contributions(x, v, Q, tile, log_z, acc, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """Adds A^T [W, 1] of a tile of centroids: `(BK, 4 DS)`."""
     ks = tile * BK + tl.arange(0, BK)
-    A = tl.exp2(_by_centroid(x, Q, ks, DS, BK, BN) - top[None, :]) * share[None, :]
+    A = tl.exp2(_by_centroid(x, Q, ks, DS, BK, BN) - log_z[None, :])
     return acc + _times(A, v)
 
 
 @triton.jit
-def sums(
-    W, Q, partial, N, n, KP, program, programs, D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
-    BN: tl.constexpr, NK: tl.constexpr,
+def _average(
+    x, Q, scale, W_tilde, N, rows, D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    NK: tl.constexpr,
 ):  # fmt: skip
-    """A^T [W, 1] of this program's vectors."""
+    """W_tilde = A C of the vectors, in one walk; returns the largest logit and the softmax denominator of each."""
+    VS: tl.constexpr = 64 if DS == 8 else 4 * DS
+    top = tl.full((BN,), -1e38, tl.float32)
+    z = tl.zeros((BN,), tl.float32)
+    acc = tl.zeros((BN, VS), tl.float32)
+    for tile in range(NK):
+        ks = tile * BK + tl.arange(0, BK)
+        S = _by_vector(x, Q, ks, DS, BK, BN)
+        higher = tl.maximum(top, tl.max(S, 1))
+        P = tl.exp2(S - higher[:, None])
+        fade = tl.exp2(top - higher)
+        z = z * fade + tl.sum(P, 1)
+        acc = acc * fade[:, None] + _times(P, _summands(Q, ks, DS))
+        top = higher
+    _store(acc * (1.0 / (z * 2 * scale))[:, None], W_tilde, rows, N, False, D, DS, BN)
+    return top, z
+
+
+@triton.jit
+def sums(
+    W, Q, scale, partial, W_tilde, N, n, KP, program, programs, FIRST: tl.constexpr, D: tl.constexpr,
+    DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
+):  # fmt: skip
+    """A^T [W, 1] of this program's vectors; FIRST: and W_tilde."""
     partial += program * KP * (D + 1)
     acc = tl.zeros((BK, 4 * DS), tl.float32)
-    second = tl.zeros((BK, 4 * DS), tl.float32)
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
         x, v = _vectors(W, N, rows, True, D, DS, BN)
-        top, share, _ = _statistics(x, x, Q, Q, n, rows, False, DS, BK, BN, NK)
-        if NK <= 2:
-            acc = _contributions(x, v, Q, 0, top, share, acc, DS, BK, BN)
-            if NK == 2:
-                second = _contributions(x, v, Q, 1, top, share, second, DS, BK, BN)
+        if FIRST:
+            top, z = _average(x, Q, scale, W_tilde, N, rows, D, DS, BK, BN, NK)
+            log_z = _log_z(top, z, n, rows)
         else:
-            for tile in range(NK):
-                received = tl.zeros((BK, 4 * DS), tl.float32)
-                received = _contributions(x, v, Q, tile, top, share, received, DS, BK, BN)
-                _deposit(received, partial, tile * BK + tl.arange(0, BK), first != program * BN, D, DS, BK)
-    if NK <= 2:
+            log_z, _ = _statistics(x, x, Q, Q, n, rows, False, DS, BK, BN, NK)
+        for tile in range(NK):
+            if NK == 1:
+                acc = _contributions(x, v, Q, tile, log_z, acc, DS, BK, BN)
+            else:
+                acc = tl.zeros((BK, 4 * DS), tl.float32)
+                acc = _contributions(x, v, Q, tile, log_z, acc, DS, BK, BN)
+                _deposit(acc, partial, tile * BK + tl.arange(0, BK), first != program * BN, D, DS, BK)
+    if NK == 1:
         _deposit(acc, partial, tl.arange(0, BK), False, D, DS, BK)
-        if NK == 2:
-            _deposit(second, partial, BK + tl.arange(0, BK), False, D, DS, BK)
 
 
 @triton.jit
@@ -197,24 +225,11 @@ def averages(
     W, Q, scale, W_tilde, N, n, program, programs, D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr, NK: tl.constexpr,
 ):  # fmt: skip
-    """W_tilde = A C, in one walk."""
-    VS: tl.constexpr = 64 if DS == 8 else 4 * DS
+    """W_tilde = A C."""
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
         x, _ = _vectors(W, N, rows, True, D, DS, BN)
-        top = tl.full((BN,), -1e38, tl.float32)
-        z = tl.zeros((BN,), tl.float32)
-        acc = tl.zeros((BN, VS), tl.float32)
-        for tile in range(NK):
-            ks = tile * BK + tl.arange(0, BK)
-            S = _by_vector(x, Q, ks, DS, BK, BN)
-            higher = tl.maximum(top, tl.max(S, 1))
-            P = tl.exp2(S - higher[:, None])
-            fade = tl.exp2(top - higher)
-            z = z * fade + tl.sum(P, 1)
-            acc = acc * fade[:, None] + _times(P, _summands(Q, ks, DS))
-            top = higher
-        _store(acc * (1.0 / (z * 2 * scale))[:, None], W_tilde, rows, N, False, D, DS, BN)
+        _average(x, Q, scale, W_tilde, N, rows, D, DS, BK, BN, NK)
 
 
 @triton.jit
@@ -234,12 +249,12 @@ def _store(acc, target, rows, N, add, D: tl.constexpr, DS: tl.constexpr, BN: tl.
 
 @triton.jit
 def _received(
-    x, v, y, u, Q, R, tile, top, share, mean, slope, acc, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
+    x, v, y, u, Q, R, tile, log_z, mean, slope, acc, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
     """Adds what a tile of centroids receives: e [w, 1] and, from the output, A g: `(BK, 4 DS)`."""
     ks = tile * BK + tl.arange(0, BK)
-    A = tl.exp2(_by_centroid(x, Q, ks, DS, BK, BN) - top[None, :]) * share[None, :]
+    A = tl.exp2(_by_centroid(x, Q, ks, DS, BK, BN) - log_z[None, :])
     e = A * ((_by_centroid(y, R, ks, DS, BK, BN) - mean[None, :]) * slope)
     acc += _times(e, v)
     if not UPDATE:
@@ -249,7 +264,7 @@ def _received(
 
 @triton.jit
 def _pushed(
-    x, y, Q, R, top, share, mean, factor, acc, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
+    x, y, Q, R, log_z, mean, factor, acc, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr, NK: tl.constexpr,
 ):  # fmt: skip
     """Adds what the vectors receive: e C and, through an update, A H: `(BN, VS)`.
@@ -258,7 +273,7 @@ def _pushed(
     """
     for tile in range(NK):
         ks = tile * BK + tl.arange(0, BK)
-        A = tl.exp2(_by_vector(x, Q, ks, DS, BK, BN) - top[:, None]) * share[:, None]
+        A = tl.exp2(_by_vector(x, Q, ks, DS, BK, BN) - log_z[:, None])
         e = A * ((_by_vector(y, R, ks, DS, BK, BN) - mean[:, None]) * factor)
         acc += _times(e, _summands(Q, ks, DS))
         if UPDATE:
@@ -285,31 +300,26 @@ def gradient_sums(
         slope = slope / (2 * scale)
         factor = slope / (2 * scale)
     acc = tl.zeros((BK, 4 * DS), tl.float32)
-    second = tl.zeros((BK, 4 * DS), tl.float32)
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
         x, v = _vectors(W, N, rows, True, D, DS, BN)
         y, u = x, v
         if not UPDATE:
             y, u = _vectors(G, N, rows, False, D, DS, BN)
-        top, share, mean = _statistics(x, y, Q, R, n, rows, True, DS, BK, BN, NK)
+        log_z, mean = _statistics(x, y, Q, R, n, rows, True, DS, BK, BN, NK)
         if PUSH:
             dw = tl.zeros((BN, VS), tl.float32)
-            dw = _pushed(x, y, Q, R, top, share, mean, factor, dw, UPDATE, DS, BK, BN, NK)
+            dw = _pushed(x, y, Q, R, log_z, mean, factor, dw, UPDATE, DS, BK, BN, NK)
             _store(dw, dW, rows, N, UPDATE, D, DS, BN)
-        if NK <= 2:
-            acc = _received(x, v, y, u, Q, R, 0, top, share, mean, slope, acc, UPDATE, DS, BK, BN)
-            if NK == 2:
-                second = _received(x, v, y, u, Q, R, 1, top, share, mean, slope, second, UPDATE, DS, BK, BN)
-        else:
-            for tile in range(NK):
-                received = tl.zeros((BK, 4 * DS), tl.float32)
-                received = _received(x, v, y, u, Q, R, tile, top, share, mean, slope, received, UPDATE, DS, BK, BN)
-                _deposit(received, partial, tile * BK + tl.arange(0, BK), first != program * BN, D, DS, BK)
-    if NK <= 2:
+        for tile in range(NK):
+            if NK == 1:
+                acc = _received(x, v, y, u, Q, R, tile, log_z, mean, slope, acc, UPDATE, DS, BK, BN)
+            else:
+                acc = tl.zeros((BK, 4 * DS), tl.float32)
+                acc = _received(x, v, y, u, Q, R, tile, log_z, mean, slope, acc, UPDATE, DS, BK, BN)
+                _deposit(acc, partial, tile * BK + tl.arange(0, BK), first != program * BN, D, DS, BK)
+    if NK == 1:
         _deposit(acc, partial, tl.arange(0, BK), False, D, DS, BK)
-        if NK == 2:
-            _deposit(second, partial, BK + tl.arange(0, BK), False, D, DS, BK)
 
 
 @triton.jit
@@ -326,11 +336,11 @@ def gradient(
         y, _ = _vectors(G, N, rows, False, D, DS, BN)
         Q = Qs + last * table
         acc = tl.zeros((BN, VS), tl.float32)
-        top, share, mean = _statistics(x, y, Q, Q, n, rows, True, DS, BK, BN, NK)
-        acc = _pushed(x, y, Q, Q, top, share, mean, factor / (2 * scale), acc, False, DS, BK, BN, NK)
+        log_z, mean = _statistics(x, y, Q, Q, n, rows, True, DS, BK, BN, NK)
+        acc = _pushed(x, y, Q, Q, log_z, mean, factor / (2 * scale), acc, False, DS, BK, BN, NK)
         for t in range(low, high):
             Q = Qs + t * table
             H = Hs + (t + shift) * table
-            top, share, mean = _statistics(x, x, Q, H, n, rows, True, DS, BK, BN, NK)
-            acc = _pushed(x, x, Q, H, top, share, mean, factor, acc, True, DS, BK, BN, NK)
+            log_z, mean = _statistics(x, x, Q, H, n, rows, True, DS, BK, BN, NK)
+            acc = _pushed(x, x, Q, H, log_z, mean, factor, acc, True, DS, BK, BN, NK)
         _store(acc, dW, rows, N, False, D, DS, BN)

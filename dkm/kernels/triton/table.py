@@ -13,10 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .products import dot
-
 SIZE = 1 << 16
-_PROGRAMS = 4 * 132
 NEAR = tl.constexpr(2048)  # the largest values, of either sign: 16 powers of two in bfloat16, and nearly all weights
 
 
@@ -31,54 +28,62 @@ def _index(W, at, N):
 
 
 @triton.jit
-def _add_up(W, G, low, factor, counts, sums, N, GRADIENTS: tl.constexpr, NEAR: tl.constexpr, BN: tl.constexpr):
-    """How often each value occurs and, in units of 1 / factor, the sum of its gradients.
+def _add_up(
+    W, G, low, factor, counts, sums, N, COPIES, GRADIENTS: tl.constexpr, NEAR: tl.constexpr, SIZE: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """How often each value occurs and, in units of 1 / factor, the sum of its gradients: of the values from `low` on in
+    one of COPIES tables, in turns, past the table of all: those are so frequent that additions would queue up.
 
-    Of the values from `low` on, both are products: a value is the pair of its upper and lower 6 bits, and the sum over
-    the weights of (upper one-hot) x gradient x (lower one-hot) is a 64 x 64 table of sums.  The few others are added
-    one by one.  What several programs add is an integer: the result does not depend on their order.
+    What is added is an integer: the result does not depend on the order.
     """
-    hot = tl.arange(0, 64)
-    number = tl.zeros((64, 64), tl.float32)
-    total = tl.zeros((64, 64), tl.float32)
     zeros = tl.zeros((BN,), tl.int32)
-    zeros_total = tl.zeros((BN,), tl.float32)
+    zeros_total = tl.zeros((BN,), tl.int64)
     first_value = tl.load(low)
     scale = tl.load(factor)
-    at = tl.program_id(0) * BN + tl.arange(0, BN)
-    ahead = _index(W, at, N)  # read one step ahead: nothing else hides how long that takes
-    g_ahead = tl.load(G + at, mask=at < N, other=0.0)
-    for _ in range(tl.program_id(0) * BN, N, tl.num_programs(0) * BN):
-        index = ahead
-        g = g_ahead
-        after = at + tl.num_programs(0) * BN
-        ahead = _index(W, after, N)
-        if GRADIENTS:
-            g_ahead = tl.load(G + after, mask=after < N, other=0.0)
+    copy = SIZE + tl.program_id(0) % COPIES * (2 * NEAR)
+    for first in range(tl.program_id(0) * BN, N, tl.num_programs(0) * BN):
+        at = first + tl.arange(0, BN)
+        index = _index(W, at, N)
         size = index & 0x7FFF
-        near = (at < N) & (size >= first_value)
-        place = tl.where(near, size - first_value + (index >> 15) * NEAR, -1)
-        upper = hot[:, None] == (place >> 6)[None, :]
-        lower = tl.where((place & 63)[:, None] == hot[None, :], 1.0, 0.0).to(G.dtype.element_ty)
-        number = dot(tl.where(upper, 1.0, 0.0).to(G.dtype.element_ty), lower, number)
-        far = (at < N) & (size < first_value) & (size > 0)
-        zero = (at < N) & (size < first_value) & (size == 0)
-        tl.atomic_add(counts + index, 1, mask=far, sem="relaxed")
+        zero = (at < N) & (size == 0)  # may be most of them
+        rest = (at < N) & (size != 0)
+        place = tl.where(size >= first_value, copy + size - first_value + (index >> 15) * NEAR, index)
+        tl.atomic_add(counts + place, 1, mask=rest, sem="relaxed")
         zeros += zero.to(tl.int32)
         if GRADIENTS:
-            total = dot(tl.where(upper, g.to(tl.float32)[None, :], 0.0).to(G.dtype.element_ty), lower, total)
-            whole = tl.floor(g.to(tl.float32) * scale + 0.5).to(tl.int64)
-            tl.atomic_add(sums + index, whole, mask=far, sem="relaxed")
-            zeros_total += tl.where(zero, g.to(tl.float32), 0.0)
-        at = after
-    place = hot[:, None] * 64 + hot[None, :]
-    index = place % NEAR + first_value + (place // NEAR) * 32768
-    tl.atomic_add(counts + index, number.to(tl.int32), mask=number > 0, sem="relaxed")
+            g = tl.load(G + at, mask=at < N, other=0.0).to(tl.float32)
+            whole = tl.floor(g * scale + 0.5).to(tl.int64)
+            tl.atomic_add(sums + place, whole, mask=rest, sem="relaxed")
+            zeros_total += tl.where(zero, whole, 0)
     tl.atomic_add(counts, tl.sum(zeros, 0), sem="relaxed")
     if GRADIENTS:
-        whole = tl.floor(total * scale + 0.5).to(tl.int64)
-        tl.atomic_add(sums + index, whole, mask=number > 0, sem="relaxed")
-        tl.atomic_add(sums, tl.floor(tl.sum(zeros_total, 0) * scale + 0.5).to(tl.int64), sem="relaxed")
+        tl.atomic_add(sums, tl.sum(zeros_total, 0), sem="relaxed")
+
+
+@triton.jit
+def _gather(
+    values, low, factor, counts, sums, gradients, COPIES, GRADIENTS: tl.constexpr, NEAR: tl.constexpr,
+    SIZE: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The copies added to the table of all, gradients in their own unit; values that do not occur become zero."""
+    index = tl.program_id(0) * BN + tl.arange(0, BN)
+    place = (index & 0x7FFF) - tl.load(low)
+    near = (place >= 0) & (place < NEAR)
+    place += SIZE + (index >> 15) * NEAR
+    count = tl.load(counts + index)
+    if GRADIENTS:
+        total = tl.load(sums + index)
+    for copy in range(COPIES):
+        at = place + copy * (2 * NEAR)
+        count += tl.load(counts + at, mask=near, other=0)
+        if GRADIENTS:
+            total += tl.load(sums + at, mask=near, other=0)
+    tl.store(counts + index, count)
+    if GRADIENTS:
+        tl.store(gradients + index, (total.to(tl.float64) / tl.load(factor)).to(tl.float32))
+    # what does not occur may be infinite, or so large that its square is
+    tl.store(values + index, tl.where(count > 0, tl.load(values + index), 0.0))
 
 
 @triton.jit
@@ -106,27 +111,31 @@ class Population(NamedTuple):
     """What there is, `(65536,)` each; zero for values that do not occur."""
 
     values: Tensor  # float32, by their bits
-    counts: Tensor  # int32
+    counts: Tensor  # int32; there is more after those
     gradients: Tensor | None  # float32: those of equal weights added up
 
 
 def population(W: Tensor, G: Tensor | None = None) -> Population:
     N = W.numel()
-    counts = torch.zeros(SIZE, dtype=torch.int32, device=W.device)
-    sums = torch.zeros(SIZE if G is not None else 1, dtype=torch.int64, device=W.device)
-    low = (_largest(W).view(torch.int16).int() - (NEAR.value - 1)).clamp(min=0)
-    factor = torch.ones((), device=W.device)
+    copies = max(1, N >> 19)  # a fortieth of the weight's memory, with the sums
+    counts = torch.zeros(SIZE + copies * 2 * NEAR.value, dtype=torch.int32, device=W.device)
+    sums = counts if G is None else torch.zeros_like(counts, dtype=torch.int64)
+    low = (_largest(W).view(torch.int16).int() - (NEAR.value - 1)).clamp(min=1)
+    factor = torch.ones((), dtype=torch.float64, device=W.device)
     if G is not None:
         # A power of two such that no sum overflows: the error is 2^-37 of the largest gradient, for 2^25 weights.
         room = 2.0**61 / N / _largest(G).double().clamp(min=1e-300)
-        factor = torch.exp2(torch.floor(torch.log2(room))).clamp(max=2.0**120).float()
-    _add_up[(min(triton.cdiv(N, 256), _PROGRAMS),)](
-        W.view(torch.int16), W if G is None else G, low, factor, counts, sums, N, GRADIENTS=G is not None,
-        NEAR=NEAR.value, BN=256, num_warps=4,
-    )  # fmt: skip
-    # what does not occur may be infinite, or so large that its square is
-    values = torch.where(counts > 0, _values(W.dtype, W.device), 0.0)
-    return Population(values, counts, None if G is None else (sums.double() / factor).float())
+        factor = torch.exp2(torch.floor(torch.log2(room))).clamp(max=2.0**120)
+    values = _values(W.dtype, W.device).clone()
+    gradients = None if G is None else torch.empty_like(values)
+    options = dict(GRADIENTS=G is not None, NEAR=NEAR.value, SIZE=SIZE, num_warps=4)
+    _add_up[(min(triton.cdiv(N, 1024), 8 * copies + 64),)](
+        W.view(torch.int16), W if G is None else G, low, factor.float(), counts, sums, N, copies, BN=1024, **options
+    )
+    _gather[(SIZE // 512,)](
+        values, low, factor, counts, sums, values if G is None else gradients, copies, BN=512, **options
+    )
+    return Population(values, counts, gradients)
 
 
 def _largest(X: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """The command: arguments -> calls.  What goes wrong and can be put right is one sentence, and exit code 2."""
 
 import inspect
+import itertools
 import os
 import shutil
+import signal
 import sys
 import textwrap
 import time
@@ -26,7 +28,8 @@ from .plan import plan as make_plan
 from .settings import Problem
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-FIRST = os.environ.get("RANK", "0") == "0"  # of several processes, the one that talks
+RANK = int(os.environ.get("RANK", "0")) if run.several() else 0  # of several processes the first one, 0, talks
+HEAD_START = 5.0  # seconds, see _problem
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -37,28 +40,47 @@ def main(arguments: list[str] | None = None) -> None:
     except run.Stopped:
         code = 130
     except KeyboardInterrupt:
-        code = _say("stopped", 130)
+        code = 130
+        if RANK == 0:
+            _say("stopped")
     except typer.Exit as end:
         code = end.exit_code
     except Problem as error:
-        code = _say(str(error))
+        code = _problem(str(error))
     except (PlanError, FileError) as error:
-        code = _say(str(error))
+        code = _problem(str(error))
     except torch.OutOfMemoryError:
-        code = _say("the GPU has too little memory: give a smaller --batch-size, or --autocast bf16")
+        code = _problem("the GPU has too little memory: give a smaller --batch-size, or --autocast bf16")
     except OSError as error:
-        code = _say(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        code = _problem(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not the command line's: a fault of ours, to be seen whole
+        if run.lost(error):
+            sentence = f"another process has ended; --resume goes on from the last checkpoint: {error}"
+            code = _problem(sentence, head_start=HEAD_START)
+        elif hasattr(error, "format_message"):
+            code = _problem(error.format_message())
+        else:  # not the command line's: a fault of ours, to be seen whole
             raise
-        code = _say(error.format_message())
+    if code == 0 and run.several() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     sys.exit(code)
 
 
-def _say(sentence: str, code: int = 2) -> int:
-    if FIRST:
-        print(f"dkm: {' '.join(sentence.split())}", file=sys.stderr)
-    return code
+def _say(sentence: str) -> None:
+    print(f"dkm: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
+
+
+def _problem(sentence: str, *, head_start: float = HEAD_START if RANK else 0.0) -> int:
+    """One sentence, of several processes too.
+
+    Mostly all have the same problem: the first one says it and ends, and a launcher then ends the others, which wait.
+    Who is still here after that has a problem of its own.
+    """
+    if head_start:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        time.sleep(head_start + RANK / 2)
+    _say(sentence)
+    return 2
 
 
 def _with_settings(*names: str) -> Callable[[Callable], Callable]:
@@ -140,10 +162,11 @@ def _compress(given: dict, config: dict, resume: bool = False) -> dict:
             return run.compress(chosen, screen, resume=continues)
         except run.Stopped:
             screen.stop()
-            if run.is_run(folder):
-                _say(f"stopped; go on with: dkm compress --resume --out {folder}", 130)
-            else:
-                _say("stopped before the training began; nothing was written", 130)
+            if RANK == 0 and run.is_run(folder):
+                program = " the launcher and: -m dkm.cli" if run.several() else ": dkm"
+                _say(f"stopped; go on with{program} compress --resume --out {folder}")
+            elif RANK == 0:
+                _say("stopped before the training began; nothing was written")
             raise
 
 
@@ -201,11 +224,16 @@ def report_command(folder: Annotated[Path, typer.Argument(metavar="RUN", help="t
 
 @app.command("demo")
 def demo_command(
-    out: Annotated[Path, typer.Option(help="the folder for all of it; must not exist yet")] = Path("dkm-demo-output"),
+    out: Annotated[
+        Path | None, typer.Option(help="the folder for all of it, a new one; without: dkm-demo-output")
+    ] = None,
 ) -> None:
     """Draw 300 pictures, train a network on them, compress it.  Under a minute; needs no data."""
     from .demo import NETWORK, SIZE, make_images, train
 
+    if out is None:
+        names = itertools.chain(["dkm-demo-output"], (f"dkm-demo-{number}-output" for number in itertools.count(2)))
+        out = next(path for path in map(Path, names) if not path.exists())
     if out.exists():
         raise Problem(f"{out} exists: choose another folder, --out FOLDER")
     torch.set_num_threads(1)  # the network is small: threads would wait for one another
@@ -229,7 +257,7 @@ class Screen:
     """Bars in a terminal; elsewhere lines, at most one for each twentieth of the way."""
 
     def __init__(self) -> None:
-        self.console = rich.console.Console(highlight=False, soft_wrap=True, quiet=not FIRST)
+        self.console = rich.console.Console(highlight=False, soft_wrap=True, quiet=RANK > 0)
         self.bar: rich.progress.Progress | None = None
         self.snapped, self.folder = "", Path()
 

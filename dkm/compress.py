@@ -43,7 +43,7 @@ def compress_(
         method: "dkm", or one to compare with, see `dkm.methods`: "hard", "gumbel", "dc" or "quant_noise".
         own: options that the method alone has, such as quant_noise's `p`.
     """
-    kind = named(method)
+    kind = named(method, own)
     already = [owned.names[0] for owned in parameters(model) if owned.clustered is not None]
     if already:
         raise ValueError(
@@ -74,6 +74,7 @@ def cluster_weight(
 ) -> nn.Module:
     """Cluster one tensor of one module, in place; `options` as in `compress_`.  Returns the module."""
     check_bits_dim(bits, dim)
+    kind = named(method, options)
     if parametrize.is_parametrized(module, name):
         raise ValueError(
             f"{type(module).__name__}.{name} is parametrized already: remove that first, "
@@ -85,7 +86,7 @@ def cluster_weight(
             f"{type(module).__name__} has no parameter '{name}'; it has {', '.join(module._parameters) or 'none'}"
         )
     check_weight(tensor, f"{type(module).__name__}.{name}")
-    _register(Owned(tensor, [name], [(module, name)]), named(method)(tensor, bits, dim, **options))
+    _register(Owned(tensor, [name], [(module, name)]), kind(tensor, bits, dim, **options))
     return module
 
 

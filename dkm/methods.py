@@ -8,7 +8,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Real
 
 import numpy as np
@@ -29,7 +29,7 @@ class Method(Clustered):
     takes: frozenset[str] = frozenset()
 
     def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options):
-        takes = self.takes | {"steps", "init", "seed"}  # harmless where unused: scripts give them to any method
+        takes = _taken(type(self))
         for name, default in _DEFAULTS.items():
             if name not in takes and options.get(name, default) != default:
                 reason = "it has no temperature" if name == "tau" else "it would change nothing"
@@ -220,19 +220,37 @@ class QuantNoise(Hard):
 
 METHODS: dict[str, type[Clustered]] = dict(dkm=Clustered, hard=Hard, gumbel=Gumbel, dc=DC, quant_noise=QuantNoise)
 _NAMES = {kind: name for name, kind in METHODS.items()}
-_DEFAULTS = {
-    name: option.default
-    for name, option in inspect.signature(Clustered.__init__).parameters.items()
-    if option.kind is option.KEYWORD_ONLY
-}
 
 
-def named(method: str) -> type[Clustered]:
-    """The class of a method's name."""
+def _options(kind: type[Clustered]) -> dict[str, object]:
+    """The options that its constructor names, and their defaults."""
+    named = inspect.signature(kind.__init__).parameters.values()
+    return {option.name: option.default for option in named if option.kind is option.KEYWORD_ONLY}
+
+
+_DEFAULTS = _options(Clustered)
+
+
+def _taken(kind: type[Clustered]) -> list[str]:
+    """The options that mean something to it, or are harmless: scripts give `steps`, `init` and `seed` to any method."""
+    common = {*kind.takes, "steps", "init", "seed"} if issubclass(kind, Method) else _DEFAULTS
+    return [name for name in _DEFAULTS if name in common] + [name for name in _options(kind) if name not in _DEFAULTS]
+
+
+def named(method: str, options: Iterable[str] = ()) -> type[Clustered]:
+    """The class of a method's name.  Raises a TypeError where one of `options` is none of it, nor of DKM's."""
     if method not in METHODS:
         close = difflib.get_close_matches(str(method), METHODS, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}{hint}")
+    taken = _taken(METHODS[method])
+    for option in options:
+        if option not in taken and option not in _DEFAULTS:
+            others = [name for name, kind in METHODS.items() if option in _taken(kind)]
+            close = difflib.get_close_matches(option, taken, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = f'; method="{others[0]}" takes {option}' if others else hint
+            raise TypeError(f'method="{method}" takes no {option}, it takes {", ".join(taken)}{hint}')
     return METHODS[method]
 
 

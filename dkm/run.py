@@ -35,6 +35,7 @@ from torch.nn.utils import parametrize
 from . import __version__, jsonl, models, report, temperature
 from .allocate import divergence, parse_size
 from .batchnorm import recalibrate_
+from .capture import capture
 from .compress import compress_
 from .data import Data, batches, open_data
 from .distill import distill, teacher
@@ -48,6 +49,7 @@ from .settings import FIELDS, FREE, Problem, Settings, as_command, as_toml, flag
 Tell = Callable[[str, dict[str, Any]], None]  # what happens, for whoever shows it: ("step", {"loss": 0.1, ...})
 Batch = Any
 MEASURED = 256  # examples that a plan of some size is measured on
+ASK_EVERY = 2  # seconds; several processes ask one another whether to stop, and a launcher kills after 30
 
 
 class Stopped(Exception):
@@ -191,12 +193,16 @@ class Stage:
         order, size = order[:count].tolist(), min(self.batch_size, total, count)
         keys = [[(0, i) for i in order[at : at + size]] for at in range(0, len(order) - size + 1, size)]
         for batch in batches(self.data.plain, keys, self.data, self.settings):
-            self.check()
+            stop = self.check()
             yield self.move(batch)
+            if stop:
+                return
 
-    def check(self) -> None:
-        if self.accelerator.num_processes == 1 and self.stop():
+    def check(self) -> bool:
+        """Whether to stop.  One process stops here; of several each cuts short what it does, up to where they meet."""
+        if self.stop() and self.accelerator.num_processes == 1:
             raise Stopped
+        return self.stop()
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module) -> tuple[float, float]:
@@ -204,10 +210,12 @@ class Stage:
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         mine = range(rank, len(self.data.eval), world)
         keys = [[(0, i) for i in mine[at : at + self.batch_size]] for at in range(0, len(mine), self.batch_size)]
-        sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)
         with parametrize.cached(), self.accelerator.autocast():  # the weights do not change: cluster them once
             for number, batch in enumerate(batches(self.data.eval, keys, self.data, self.settings)):
-                self.check()
+                if self.check():
+                    sums[3] = 1
+                    break
                 args, kwargs, y = split(self.move(batch))
                 logits = logits_of(model(*args, **kwargs)).float()
                 if logits.ndim != 2 or y.ndim != 1:
@@ -219,8 +227,11 @@ class Stage:
                     raise Problem(f"the data have the label {int(y.max())} and the model has {logits.shape[1]} outputs")
                 right = (logits.argmax(1) == y).sum()
                 loss = F.cross_entropy(logits, y, reduction="sum")
-                sums += torch.stack([right.double(), loss.double(), torch.tensor(len(y), device=y.device).double()])
-        right, loss, count = self.accelerator.reduce(sums).tolist()
+                sums[:2] += torch.stack([right.double(), loss.double()])
+                sums[2] += len(y)
+        right, loss, count, asked = self.accelerator.reduce(sums).tolist()
+        if asked:
+            raise Stopped
         return 100 * right / count, loss / count
 
 
@@ -238,11 +249,38 @@ def open_stage(settings: Settings, tell: Tell) -> tuple[Stage, nn.Module]:
     for note in notes:
         tell("line", {"text": note})
     with problems():
-        accelerator = Accelerator(cpu=settings.device == "cpu", mixed_precision=settings.autocast)
+        accelerator = Accelerator(cpu=_on_cpu(settings), mixed_precision=settings.autocast)
     if str(accelerator.distributed_type).rpartition(".")[2] not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise Problem("dkm compress runs on one process or with DDP: take FSDP, DeepSpeed, ... out of the launcher")
     size = settings.batch_size or (32 if data.unit == "texts" else 64)
     return Stage(settings, data, accelerator, size), model.to(accelerator.device)
+
+
+def several() -> bool:
+    """Whether a launcher has started more processes than this one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def lost(error: Exception) -> bool:
+    """Whether this is what a process gets to see when another one has ended."""
+    if not several() or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)  # gloo's is a plain RuntimeError
+
+
+def _on_cpu(settings: Settings) -> bool:
+    """Without a GPU, too: Accelerate, not told, would take several processes for so many runs."""
+    from accelerate.utils import parse_flag_from_env
+
+    devices = torch.cuda.device_count()
+    if settings.device == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU") or (several() and not devices):
+        return True
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["LOCAL_RANK"]) >= devices:
+        raise Problem(
+            f"{os.environ['LOCAL_WORLD_SIZE']} processes need as many GPUs, and there are {devices} here: launch "
+            "fewer, or give --device cpu"
+        )
+    return False
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -285,7 +323,8 @@ def learning_rate(settings: Settings, highest: float, step: int, steps: int) -> 
 def make_optimizer(settings: Settings, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(trained, lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
+        fused = all(parameter.is_cuda for parameter in trained) or None  # what a CUDA graph needs
+        return torch.optim.SGD(trained, lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=fused)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.optimizer]
     return kind(trained, lr, weight_decay=settings.weight_decay)
 
@@ -424,13 +463,22 @@ class Training:
         default = 0.008 if settings.optimizer == "sgd" else 5e-5 if stage.data.unit == "texts" else 3e-4
         self.lr = default if settings.lr is None else settings.lr
         self.wrapped, self.optimizer = self.accelerator.prepare(model, make_optimizer(settings, model, self.lr))
+        graph = (
+            self.accelerator.device.type == "cuda"
+            and self.accelerator.num_processes == 1
+            and stage.data.unit == "images"  # all of one size
+            and settings.autocast != "fp16"  # its scaler looks at the gradients
+            and settings.method == "dkm"
+        )
+        self.work = capture(self._work, self.optimizer.optimizer) if graph else self._work
         self.watch = monitor(model, every=1)
         self.first_process = self.accelerator.is_main_process
         self.log_every = max(1, min(50, steps // 200))
         self.watch_every = max(1, steps // 50)
         self.done, self.evaluated, self.lines, self.seconds = 0, -1, 0, 0.0  # seconds: of earlier lives
         self.started = started
-        self.saved_at = time.perf_counter()
+        self.saved_at = self.asked_at = time.perf_counter()
+        self.ask_at, self.steps_asked = 0, 1  # the step to ask at, and how many since the last
         if checkpoint is not None:
             self._restore(checkpoint)
         if self.first_process and (self.folder / "log.jsonl").exists():
@@ -459,48 +507,81 @@ class Training:
             if stop or time.perf_counter() - self.saved_at >= self.settings.checkpoint_every:
                 self._save()
             if stop:
+                self.accelerator.wait_for_everyone()  # for the first one, which writes: a launcher ends who is left
                 raise Stopped
 
     def _asked_to_stop(self) -> bool:
         """All processes at the same step: one that is a step ahead would wait for the others for ever."""
-        if self.accelerator.num_processes == 1:
+        world = self.accelerator.num_processes
+        if world == 1:
             return self.stage.stop()
-        if self.done % self.log_every:
+        if self.done < self.ask_at:
             return False
-        asked = torch.tensor(int(self.stage.stop()), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(asked).item())
+        now = time.perf_counter()
+        mine = [int(self.stage.stop()), round(1e6 * (now - self.asked_at))]  # whole numbers: the same sum everywhere
+        asked, elapsed = self.accelerator.reduce(torch.tensor(mine, device=self.accelerator.device)).tolist()
+        self.asked_at = now
+        wanted = self.steps_asked * ASK_EVERY * 1_000_000 * world // max(1, elapsed)
+        self.steps_asked = min(max(1, wanted), 2 * self.steps_asked)  # a few fast steps do not mean many
+        self.ask_at = self.done + self.steps_asked
+        return bool(asked)
 
     def _step(self, batch: Batch) -> None:
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(draw(settings.seed, "step", self.done, accelerator.process_index))  # dropout, mixup
         lr = learning_rate(settings, self.lr, self.done, self.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
         self.wrapped.train()
         if settings.batch_norm == "frozen":
             for module in self.model.modules():
                 if isinstance(module, _BatchNorm):
                     module.eval()
-        loss = self._loss(self.stage.move(batch))
-        accelerator.backward(loss)
-        if settings.clip is not None:
-            accelerator.clip_grad_norm_(self.model.parameters(), settings.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        inputs = self._mixed(self.stage.move(batch))
+        try:
+            loss = self.work(*inputs)
+        except RuntimeError:
+            if not isinstance(self.work, capture) or self.work.captured:
+                raise
+            self.tell("line", {"text": "this model's steps cannot be a CUDA graph: they are launched one by one"})
+            self.work = self._work
+            self.optimizer.zero_grad()
+            loss = self.work(*inputs)
         self.done += 1
         if self.done % self.log_every == 0 or self.done in (1, self.steps):
             self._log_step(loss, lr)
         if self.done % self.watch_every == 0 and self.done % self.order.per_epoch:
             self._watch()
 
-    def _loss(self, batch: Batch) -> Tensor:
-        settings = self.settings
+    def _mixed(self, batch: Batch) -> tuple:
+        """What `_work` takes: inputs and labels, and for mixup whom each is mixed with, and how much."""
         args, kwargs, y = split(batch)
+        if not args:
+            return kwargs, y
+        if not self.settings.mixup:
+            return *args, y
+        share = torch.distributions.Beta(self.settings.mixup, self.settings.mixup).sample()
+        return *args, y, torch.randperm(len(y)).to(y.device), share.to(y.device)
+
+    def _work(self, x: Tensor | dict, y: Tensor, other: Tensor | None = None, share: Tensor | None = None) -> Tensor:
+        """A step of the optimizer; returns the loss."""
+        loss = self._loss(x, y, other, share)
+        self.accelerator.backward(loss)
+        if self.settings.clip is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def _loss(self, x: Tensor | dict, y: Tensor, other: Tensor | None, share: Tensor | None) -> Tensor:
+        settings = self.settings
+        args, kwargs = ((), x) if isinstance(x, dict) else ((x,), {})
         pairs = [(y, 1.0)]
-        if settings.mixup and args:
-            share = float(torch.distributions.Beta(settings.mixup, settings.mixup).sample())
-            other = torch.randperm(len(y)).to(y.device)
-            args = (args[0] * share + args[0][other] * (1 - share),)
+        if other is not None:
+            args = (x * share + x[other] * (1 - share),)
             pairs = [(y, share), (y[other], 1 - share)]
         with self.accelerator.autocast():
             logits = logits_of(self.wrapped(*args, **kwargs)).float()
@@ -627,6 +708,10 @@ class Training:
     def _restore(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:  # `capture` has changed these, and may do so again
+            group["lr"] = self.lr
+            if "capturable" in group:
+                group["capturable"] = False
         if state["scaler"] is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.watch._codes = state["codes"]
@@ -715,12 +800,16 @@ def _allocated(stage: Stage, model: nn.Module) -> Plan:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[Callable[[], bool]]:
-    """SIGINT and SIGTERM ask for a stop, which comes with a checkpoint; the second one does not wait."""
-    asked = []
+    """SIGINT and SIGTERM ask for a stop, which comes with a checkpoint; the second one does not wait.
+
+    Where a launcher has started several processes, it may send both, and kills them if they take too long; and without
+    it nobody would end them.
+    """
+    asked, launcher = [], os.getppid()
 
     def ask(number: int, frame: Any) -> None:
         asked.append(number)
-        for each in before:
+        for each in before if not several() else ():
             signal.signal(each, before[each])
 
     before = {}
@@ -730,7 +819,7 @@ def _signals() -> Iterator[Callable[[], bool]]:
     except ValueError:  # not the main thread: whoever has it, stops us
         before = {}
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(asked) or (several() and os.getppid() != launcher)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

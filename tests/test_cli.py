@@ -1,8 +1,12 @@
 """The command: what it says, and how it says that something is wrong."""
 
 import json
+import multiprocessing
 import os
+import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
 import tomllib
@@ -13,6 +17,7 @@ import PIL.Image
 import pytest
 import safetensors.torch
 import torch
+from conftest import wait_for_log
 
 pytest.importorskip("typer")
 accelerate = pytest.importorskip("accelerate")
@@ -252,10 +257,11 @@ def test_demo(place: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     draw = demo.make_images
     monkeypatch.setattr(demo, "make_images", lambda folder, count: draw(folder, count // 5))  # all of it, but faster
     monkeypatch.setattr(demo.train, "__defaults__", (1, 0))
-    call("demo", "--out", "demo")
-    assert len(list(Path("demo/images").rglob("*.png"))) == 60
-    assert {path.name for path in Path("demo/run").iterdir()} >= {"model.dkm", "report.html", "result.json"}
-    assert "dkm compress --model demo/network.py:network" in capsys.readouterr().out
+    for given, folder in ((["--out", "demo"], "demo"), ([], "dkm-demo-output"), ([], "dkm-demo-2-output")):
+        call("demo", *given)
+        assert len(list(Path(folder, "images").rglob("*.png"))) == 60
+        assert {path.name for path in Path(folder, "run").iterdir()} >= {"model.dkm", "report.html", "result.json"}
+        assert f"dkm compress --model {folder}/network.py:network" in capsys.readouterr().out
 
 
 def test_data_of_your_own(place: Path):
@@ -314,16 +320,108 @@ def test_a_head_that_is_not_in_the_folder_is_said(capsys):
     assert "not in bert, starts from random: classifier.bias, classifier.weight" in capsys.readouterr().out
 
 
-def test_two_processes_are_launched_by_torchrun(place: Path):
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
-    command = [*words, "-m", "dkm.cli", "compress", *flags(batch_size="4")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("times smaller") == 1  # one of them talks
-    result = json.loads(Path("run/result.json").read_text())
-    assert result["steps"] == 18 // (4 * 2)
-    call("eval", "run")
+# --- two processes -------------------------------------------------------------------------------
+
+LAUNCHERS = {
+    "torchrun": "torch.distributed.run --standalone --nproc-per-node 2 -m dkm.cli",
+    "accelerate": "accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 0 -m dkm.cli",
+}
+LONG = dict(batch_size="4", epochs="12", checkpoint_every="0")  # 24 steps of two processes
+
+
+def launch(launcher: str, *arguments: str) -> subprocess.Popen:
+    """As a user does, in a process group of its own.  There is no GPU, and nothing says that this is for CPUs."""
+    command = [sys.executable, "-m", *LAUNCHERS[launcher].split(), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)
+
+
+def said(errors: str) -> list[str]:
+    """Our sentences.  A launcher says more, a traceback of its own among it; there is none of ours."""
+    assert not [file for file in re.findall(r'File "(.*?)"', errors) if Path(cli.__file__).parent in Path(file).parents]
+    return [line for line in errors.splitlines() if line.startswith("dkm: ")]
+
+
+def fork(*arguments: str) -> list[multiprocessing.Process]:
+    """What a launcher would start, in a fraction of the time."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def target(rank: int) -> None:
+        os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+        accelerate.state.AcceleratorState._reset_state(True)
+        cli.RANK = rank
+        cli.main(["compress", "--resume", *arguments])
+
+    processes = [multiprocessing.get_context("fork").Process(target=target, args=(rank,)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def codes(processes: list[multiprocessing.Process]) -> list[int]:
+    for process in processes:
+        process.join(60)
+    return [process.exitcode for process in processes]
+
+
+def test_two_processes_killed_and_resumed(place: Path):
+    assert codes(fork(*flags(**LONG, out="whole"))) == [0, 0]
+    assert json.loads(Path("whole/result.json").read_text())["steps"] == 18 // (4 * 2) * 12
+    for count in (20, 50):
+        processes = fork(*flags(**LONG))
+        wait_for_log(processes[0].is_alive, Path("run"), count)
+        for process in processes:
+            process.kill()
+        assert codes(processes) == [-signal.SIGKILL] * 2, "it ended before it was killed"
+    assert codes(fork(*flags(**LONG))) == [0, 0]
+    assert Path("run/model.dkm").read_bytes() == Path("whole/model.dkm").read_bytes()
+
+
+def test_two_processes_stopped_and_resumed(place: Path):
+    """Ctrl-C on torchrun; Accelerate's launcher, which is the same underneath, takes it to the end."""
+    assert codes(fork(*flags(**LONG, out="whole"))) == [0, 0]
+    process = launch("torchrun", "compress", *flags(**LONG, device=None))
+    wait_for_log(lambda: process.poll() is None, Path("run"), 20)
+    os.killpg(process.pid, signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode != 0
+    assert said(errors) == ["dkm: stopped; go on with the launcher and: -m dkm.cli compress --resume --out run"]
+    assert torch.load("run/checkpoints/last.pt", weights_only=True)["done"] < 24
+    assert not Path("run/model.dkm").exists()
+
+    process = launch("accelerate", "compress", "--resume", "--out", "run")
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert said(errors) == []
+    assert printed.count("times smaller") == printed.count("from step") == 1  # one of them talks
+    assert {path.name for path in Path("run").iterdir()} == {path.name for path in Path("whole").iterdir()}
+    assert Path("run/model.dkm").read_bytes() == Path("whole/model.dkm").read_bytes()
+
+
+@pytest.mark.parametrize("case", ["of all", "of the second"])
+def test_a_problem_of_two_processes_is_one_sentence(place: Path, case: str):
+    Path("images/b/19.png").write_bytes(b"no picture")  # the last of the two held out, which the second one reads
+    process = launch("torchrun", "compress", *flags(data="nowhere" if case == "of all" else "images"))
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode != 0
+    sentence = "there is no folder or file nowhere" if case == "of all" else "cannot read the image images/b/19.png"
+    assert [line.startswith(f"dkm: {sentence}") for line in said(errors)] == [True], errors
+    assert not Path("run").exists()
+
+
+def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in dict(TORCHELASTIC_RUN_ID="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", LOCAL_RANK="1").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    assert run._on_cpu(settings.make({"device": "cpu"}))
+    with pytest.raises(settings.Problem, match="2 processes need as many GPUs, and there are 1 here"):
+        run._on_cpu(settings.make())
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert not run._on_cpu(settings.make())
 
 
 def test_without_the_extra_it_says_what_to_install():

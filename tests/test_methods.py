@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -412,10 +413,24 @@ def test_an_unknown_method_names_the_nearest():
         dkm.compress_(network(), PLAN, method="quantnoise")
 
 
-def test_an_option_of_another_method_leaves_the_model_alone():
+ALL = "tau, steps, eps, max_iter, metric, gradient, init, seed, impl"
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "sentence"),
+    [
+        ("dkm", dict(p=0.1), f'method="dkm" takes no p, it takes {ALL}; method="quant_noise" takes p'),
+        ("dkm", dict(gradients="last"), f'method="dkm" takes no gradients, it takes {ALL}; did you mean gradient?'),
+        ("hard", dict(p=1), 'method="hard" takes no p, it takes steps, eps, max_iter, init, seed; method='),
+        ("quant_noise", dict(q=1), 'method="quant_noise" takes no q, it takes steps, eps, max_iter, init, seed, p'),
+    ],
+)
+def test_an_option_of_another_method_or_of_none_leaves_the_model_alone(method: str, options: dict, sentence: str):
     model = network()
-    with pytest.raises(TypeError, match="'p'"):
-        dkm.compress_(model, PLAN, steps=3, p=0.1)
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        dkm.compress_(model, PLAN, steps=3, method=method, **options)
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        dkm.cluster_weight(model[0], bits=2, method=method, **options)
     assert type(model[0]) is nn.Linear
 
 

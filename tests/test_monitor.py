@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import train
 from torch import nn
 
 import dkm
@@ -17,13 +18,6 @@ def net(**options) -> nn.Module:
     model = nn.Sequential(nn.Linear(24, 20), nn.Tanh(), nn.Linear(20, 15))
     dkm.compress_(model, "0:3/2, 2:2", **{"steps": 10, **options})
     return model
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.linspace(-1, 1, 48).reshape(2, 24)).square().mean().backward()
-        optimizer.step()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

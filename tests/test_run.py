@@ -15,6 +15,7 @@ import PIL.Image
 import pytest
 import safetensors.torch
 import torch
+from conftest import log_lines, wait_for_log
 
 import dkm
 from dkm import cli, jsonl, models, run
@@ -186,6 +187,26 @@ def test_every_option_ends_in_a_file(place: Path, tmp_path: Path, options: dict)
     assert dkm.load(tmp_path / "run" / "model.dkm")["0.weight"].shape == (8, 3, 3, 3)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(optimizer="sgd"), dict(teacher="self", mixup=0.2, autocast="bf16", clip=1.0, workers=2)],
+    ids=["adamw", "sgd", "all"],
+)
+def test_on_a_gpu_the_steps_are_a_graph(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict):
+    made = []
+
+    class Recorded(dkm.capture):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(run, "capture", Recorded)
+    result = run.compress(settings(place, tmp_path / "run", device="auto", epochs=4, **options))
+    assert made[0].captured
+    assert result["finished"]
+
+
 def test_a_teacher_needs_no_labels(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Other labels, the same network."""
     finish(settings(place, tmp_path / "right", teacher="self"))
@@ -228,28 +249,17 @@ def life(chosen: Settings) -> multiprocessing.Process:
     return process
 
 
-def lines(folder: Path) -> int:
-    path = folder / "log.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def wait_for(process: multiprocessing.Process, folder: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while process.is_alive() and lines(folder) < count and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
 def test_killed_ten_times(place: Path, tmp_path: Path):
     options = dict(epochs=8, checkpoint_every=0, teacher="self", augment="imagenet")
     finish(settings(place, tmp_path / "whole", **options))
     chosen, folder, rng = settings(place, tmp_path / "killed", **options), tmp_path / "killed", random.Random(0)
-    total = lines(tmp_path / "whole")
+    total = log_lines(tmp_path / "whole")
     for kill in range(10):
         process = life(chosen)
         if kill == 0:
             time.sleep(0.05)  # before there is a folder
         else:
-            wait_for(process, folder, round(total * kill / 11) + rng.randint(0, 3))
+            wait_for_log(process.is_alive, folder, round(total * kill / 11) + rng.randint(0, 3))
             time.sleep(rng.uniform(0, 0.03))  # anywhere in a step, an evaluation, the writing of a checkpoint
         process.kill()
         process.join()
@@ -268,7 +278,7 @@ def test_killed_ten_times(place: Path, tmp_path: Path):
 def test_ctrl_c_leaves_a_checkpoint(place: Path, tmp_path: Path):
     chosen, folder = settings(place, tmp_path / "run", epochs=100), tmp_path / "run"
     process = life(chosen)
-    wait_for(process, folder, 30)
+    wait_for_log(process.is_alive, folder, 30)
     os.kill(process.pid, signal.SIGINT)
     process.join()
     assert process.exitcode == 130

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import train
 from torch import nn
 
 import dkm
@@ -23,17 +24,6 @@ def layer(tau, **options) -> nn.Linear:
 
 def clustered(fc: nn.Module) -> Clustered:
     return fc.parametrizations.weight[0]
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    x, losses = torch.linspace(-1, 1, 48).reshape(2, 24), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 class TestSchedules:

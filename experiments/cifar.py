@@ -1,12 +1,26 @@
-"""CIFAR-10: the ResNets of He et al. (2016, section 4.2), and the data, on the device they are used on."""
+"""CIFAR-10: the ResNets of He et al. (2016, section 4.2), the data, on the device they are used on, and the training.
 
-from dataclasses import dataclass
+`--data` is a folder of *.npz with `x`, `y`, `x_test`, `y_test` (images uint8, n x 32 x 32 x 3), `--weights` a
+safetensors file of `ResNet`.  Every run prints a line of JSON and is added to `--out`; runs that are in it are skipped,
+so several processes may share a file and a list, each with its part.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import dkm
+from dkm import jsonl
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's: what the weights were trained with
 
@@ -82,6 +96,12 @@ class Cifar10:
         columns = column[:, None] % 9 + torch.where(mirrored[:, None] % 2 == 0, pixels, 31 - pixels)
         return self.normalize(self.x[index[:, None, None], rows[:, :, None], columns[:, None, :]]), self.y[index]
 
+    def random_batches(self, number: int, size: int, seed: int) -> Iterable[Tensor]:
+        """Training images as training sees them, without labels."""
+        generator = torch.Generator(self.x.device).manual_seed(seed)
+        order = torch.randperm(len(self.x), generator=generator, device=self.x.device)
+        return (self.batch(part, generator)[0] for part in order[: number * size].split(size))
+
     @torch.no_grad()
     def accuracy(self, model: nn.Module) -> float:
         """Percent of the test images, in evaluation mode."""
@@ -93,3 +113,106 @@ class Cifar10:
     def normalize(self, images: Tensor) -> Tensor:
         """`(n, height, width, 3)` uint8 -> `(n, 3, height, width)` float32, in memory as it was: channels last."""
         return ((images - self.mean) / self.std).permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What tells one run from another."""
+
+    plan: str
+    seed: int
+    epochs: float
+    batch: int
+    optimizer: str
+    lr: float
+
+    def steps(self, data: Cifar10) -> int:
+        return max(1, round(self.epochs * (len(data.x) // self.batch)))
+
+
+def arguments(name: str, description: str, run: str) -> argparse.ArgumentParser:
+    """What every experiment takes."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m experiments.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--weights", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--run", action="append", default=[], metavar=run, dest="runs")
+    parser.add_argument("--epochs", type=float, default=10)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
+    parser.add_argument("--lr", type=float, help="the highest rate (default: 0.02 for sgd, 0.001 for adam)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+def runs(parser: argparse.ArgumentParser, args: argparse.Namespace, parse: Callable[..., Run]) -> list[Run]:
+    """Those that were asked for; ends the program where one is not a run."""
+    if not args.runs and not getattr(args, "uniform", None):
+        parser.error("nothing to do: give --run")
+    lr = args.lr or dict(sgd=0.02, adam=0.001)[args.optimizer]
+    if args.runs and args.out is None:
+        parser.error("--run needs --out, the file of the results")
+    try:
+        return [
+            parse(text, epochs=args.epochs, batch=args.batch, optimizer=args.optimizer, lr=lr) for text in args.runs
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def carry_out(todo: Iterable[Run], out: Path, work: Callable[[Run], dict]) -> None:
+    """Each run that is not in the file yet, with what `work` returns and how long that took."""
+    for run in todo:
+        if any(record | asdict(run) == record for record in jsonl.read(out)):
+            continue
+        began = time.perf_counter()
+        record = asdict(run) | work(run)
+        record |= dict(seconds=round(time.perf_counter() - began, 1))
+        jsonl.append(out, record)
+        print(json.dumps(record), flush=True)
+
+
+def load_model(weights: Path, device: torch.device | str) -> nn.Module:
+    model = ResNet()
+    model.load_state_dict(safetensors.torch.load_file(weights))
+    return model.to(device).eval()
+
+
+def fit(model: nn.Module, data: Cifar10, run: Run) -> None:
+    """Train a compressed model; on a GPU in bfloat16, and the whole step as one CUDA graph."""
+    device, steps = data.x.device, run.steps(data)
+    generator = torch.Generator(device).manual_seed(run.seed)
+    per_epoch = len(data.x) // run.batch
+    optimizer = make_optimizer(model, run)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+    step = dkm.capture(step, optimizer)
+    model.train()
+    for number in range(steps):  # nothing in here waits for the device
+        if number % per_epoch == 0:
+            order = torch.randperm(len(data.x), generator=generator, device=device)
+        at = number % per_epoch * run.batch
+        step(*data.batch(order[at : at + run.batch], generator))
+        schedule.step()
+
+
+def make_optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    groups = [
+        dict(params=[p for p in parameters if p.ndim > 1], weight_decay=1e-4),
+        dict(params=[p for p in parameters if p.ndim <= 1], weight_decay=0.0),  # norms, biases, and tau="learn"
+    ]
+    if run.optimizer == "adam":
+        return torch.optim.AdamW(groups, lr=run.lr, fused=True)
+    return torch.optim.SGD(groups, lr=run.lr, momentum=0.9, nesterov=True, fused=True)

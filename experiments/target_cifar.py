@@ -9,54 +9,37 @@ ones to train.  `*:b/d` is every weight, `layer*:b/d` keeps the first and the la
 `all:b/d` has the rule for small tensors, 8/1 for those under 10,000 weights; here that is 65 kB of layers.
 
 A run is PLAN:SEED, where PLAN is a plan's text, or size=SIZE to choose one, on 1,024 training images without labels;
-with `,rounds=0` without measuring the whole.  Several runs of one size choose once.  Every run prints a line of JSON
-with the accuracy after snapping, as it is and with batch norm's statistics re-estimated, and is added to --out; runs
-that are in it are skipped, so several processes may share a file and a list, each with its part.
+with `,rounds=0` without measuring the whole.  Several runs of one size choose once.  The accuracies are those of the
+snapped network, as it is and with batch norm's statistics re-estimated.  `experiments.cifar` says what --data,
+--weights and --out are.
 
 The training is that of `experiments.tau_cifar`, with tau="auto".
 """
 
-import argparse
 import json
-import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-import safetensors.torch
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 import dkm
-from dkm import jsonl
 from dkm.allocate import CANDIDATES, Loss, parse_size
 
-from .cifar import Cifar10, ResNet
-from .tau_cifar import make_optimizer
+from . import cifar
 
 FORMS = ("*", "layer*", "all")
 
 
-@dataclass(frozen=True)
-class Run:
-    """What tells one run from another."""
-
-    plan: str
-    seed: int
-    epochs: float
-    batch: int
-    optimizer: str
-    lr: float
-
+@dataclass(frozen=True, kw_only=True)
+class Run(cifar.Run):
     @classmethod
     def parse(cls, text: str, **options) -> "Run":
         plan, _, seed = text.rpartition(":")
         if not plan or not seed.isdigit():
             raise ValueError(f"'{text}' is not a run, PLAN:SEED, for example size=40kB:0 or *:4/4:0")
-        run = cls(plan, int(seed), **options)
-        parse_size(run.size[0]) if run.size else dkm.plan(ResNet(), plan)
+        run = cls(plan=plan, seed=int(seed), **options)
+        parse_size(run.size[0]) if run.size else dkm.plan(cifar.ResNet(), plan)
         return run
 
     @property
@@ -69,39 +52,19 @@ class Run:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.target_cifar",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--weights", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--out", type=Path, metavar="FILE")
+    parser = cifar.arguments("target_cifar", __doc__, "PLAN:SEED")
     parser.add_argument("--uniform", metavar="SIZE", help="list the uniform plans of at most this size, and end")
-    parser.add_argument("--run", action="append", default=[], metavar="PLAN:SEED", dest="runs")
-    parser.add_argument("--epochs", type=float, default=10)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
-    parser.add_argument("--lr", type=float, help="the highest rate (default: 0.02 for sgd, 0.001 for adam)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
-
-    lr = args.lr or dict(sgd=0.02, adam=0.001)[args.optimizer]
-    options = dict(epochs=args.epochs, batch=args.batch, optimizer=args.optimizer, lr=lr)
+    runs = cifar.runs(parser, args, Run.parse)
     try:
-        runs = [Run.parse(text, **options) for text in args.runs]
         largest = parse_size(args.uniform) if args.uniform else 0
     except ValueError as error:
         parser.error(str(error))
-    if runs and args.out is None:
-        parser.error("--run needs --out, the file of the results")
     torch.backends.cudnn.benchmark = True
-    weights, data = safetensors.torch.load_file(args.weights), Cifar10.load(args.data, args.device)
+    data = cifar.Cifar10.load(args.data, args.device)
 
-    def make_model() -> nn.Module:
-        model = ResNet()
-        model.load_state_dict(weights)
-        return model.to(args.device).eval()
+    def make_model() -> torch.nn.Module:
+        return cifar.load_model(args.weights, args.device)
 
     original = make_model()
     images = torch.randperm(len(data.x), generator=torch.Generator().manual_seed(0))[:1024].to(args.device)
@@ -120,16 +83,23 @@ def main(arguments: list[str] | None = None) -> None:
         print(plan, f"chosen in {time.perf_counter() - began:.0f} s", sep="\n", flush=True)
         return plan
 
-    for run in runs:
-        if any(record | asdict(run) == record for record in jsonl.read(args.out)):
-            continue
+    def work(run: Run) -> dict:
         plan = choose(*run.size) if run.size else dkm.plan(original, run.plan)
         model = make_model()
-        began = time.perf_counter()
-        record = asdict(run) | dict(bytes=plan.bytes, text=plan.text) | train(model, data, plan, run, loss)
-        record |= dict(seconds=round(time.perf_counter() - began, 1))
-        jsonl.append(args.out, record)
-        print(json.dumps(record), flush=True)
+        dkm.compress_(model, plan, steps=run.steps(data), seed=run.seed)
+        divergence = round(float(loss(model)), 4)  # before training
+        cifar.fit(model, data, run)
+        accuracy = data.accuracy(model)
+        dkm.recalibrate_(model, data.random_batches(20, 500, run.seed))
+        return dict(
+            bytes=plan.bytes,
+            text=plan.text,
+            divergence=divergence,
+            accuracy=round(accuracy, 2),
+            recalibrated=round(data.accuracy(model), 2),
+        )
+
+    cifar.carry_out(runs, args.out, work)
 
 
 def uniform(make_model, loss: Loss, largest: int):
@@ -141,34 +111,6 @@ def uniform(make_model, loss: Loss, largest: int):
             if plan.bytes <= largest:
                 dkm.compress_(model, plan, tau=1.0)
                 yield dict(plan=f"{form}:{bits}/{dim}", bytes=plan.bytes, divergence=round(float(loss(model)), 4))
-
-
-def train(model: nn.Module, data: Cifar10, plan: dkm.Plan, run: Run, loss: Loss) -> dict[str, float]:
-    """The divergence before training, and the accuracies after it, snapped."""
-    device = data.x.device
-    generator = torch.Generator(device).manual_seed(run.seed)
-    per_epoch = len(data.x) // run.batch
-    steps = max(1, round(run.epochs * per_epoch))
-    dkm.compress_(model, plan, steps=steps, seed=run.seed)
-    before = round(float(loss(model)), 4)
-    optimizer = make_optimizer(model, run)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
-    model.train()
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        for step in range(steps):  # nothing in here waits for the device
-            if step % per_epoch == 0:
-                order = torch.randperm(len(data.x), generator=generator, device=device)
-            at = step % per_epoch * run.batch
-            x, y = data.batch(order[at : at + run.batch], generator)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            schedule.step()
-    accuracy = data.accuracy(model)
-    order = torch.randperm(len(data.x), generator=generator, device=device)
-    dkm.recalibrate_(model, (data.batch(part, generator)[0] for part in order[:10_000].split(500)))
-    recalibrated = data.accuracy(model)
-    return dict(divergence=before, accuracy=round(accuracy, 2), recalibrated=round(recalibrated, 2))
 
 
 if __name__ == "__main__":

@@ -502,6 +502,10 @@ class Training:
                 self._evaluate()
             if self.done == self.steps:
                 return
+            if not self.done and self.settings.batch_norm == "frozen" and self.settings.recalibrate:
+                with parametrize.cached():
+                    _read_soft(self.model.eval())
+                    self._recalibrate()
             self._step(next(stream))
             stop = self._asked_to_stop()
             if stop or time.perf_counter() - self.saved_at >= self.settings.checkpoint_every:
@@ -651,9 +655,12 @@ class Training:
 
     def _accuracy(self, *, recalibrate: bool) -> tuple[float, float]:
         if recalibrate and self.settings.recalibrate:
-            with parametrize.cached(), self.accelerator.autocast():
-                recalibrate_(self.model, self.stage.plain_batches(self.settings.recalibrate), forward=_forward)
+            self._recalibrate()
         return self.stage.accuracy(self.model)
+
+    def _recalibrate(self) -> None:
+        with parametrize.cached(), self.accelerator.autocast():
+            recalibrate_(self.model, self.stage.plain_batches(self.settings.recalibrate), forward=_forward)
 
     def _histograms(self) -> None:
         """Of the first, the largest and the last clustered tensor: a weight, or the first of each vector."""

@@ -72,7 +72,7 @@ class Settings:
     )
     mixup: float = _setting(0.0, "images: mix pairs, by Beta(mixup, mixup)", _TRAINING, least=0)
     batch_norm: str = _setting(
-        "train", "frozen: train with the statistics that the model came with", _TRAINING, choices=("train", "frozen")
+        "train", "frozen: re-estimate the statistics once, and train with those", _TRAINING, choices=("train", "frozen")
     )
     recalibrate: int = _setting(
         3200, "on how many examples to re-estimate batch norm's statistics; 0: not at all", _TRAINING, least=0

@@ -216,9 +216,18 @@ def test_a_teacher_needs_no_labels(place: Path, tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "right" / "model.dkm").read_bytes() == (tmp_path / "wrong" / "model.dkm").read_bytes()
 
 
-def test_frozen_batch_norm_trains_with_the_statistics_it_came_with(place: Path, tmp_path: Path):
-    finish(settings(place, tmp_path / "run", batch_norm="frozen", recalibrate=0))
-    assert dkm.load(tmp_path / "run" / "model.dkm")["1.running_mean"].eq(0).all()
+def test_frozen_batch_norm_trains_with_the_statistics_of_the_start(place: Path, tmp_path: Path, monkeypatch):
+    finish(settings(place, tmp_path / "as it came", batch_norm="frozen", recalibrate=0))
+    assert dkm.load(tmp_path / "as it came" / "model.dkm")["1.running_mean"].eq(0).all()
+    during, step = [], run.Training._step
+    monkeypatch.setattr(
+        run.Training,
+        "_step",
+        lambda self, batch: (during.append(self.model[1].running_mean.clone()), step(self, batch)),
+    )
+    finish(settings(place, tmp_path / "re-estimated", batch_norm="frozen"))
+    assert all(torch.equal(during[0], mean) for mean in during)
+    assert not during[0].eq(0).all()
 
 
 def test_the_target_size_is_kept(place: Path, tmp_path: Path):

@@ -28,9 +28,10 @@ class capture:
     Learning rates become tensors, so that schedulers reach the graph.  Where the inputs are not on a GPU, the step is
     just called.
 
-    `captured` says whether the graph is there.  As in any CUDA graph: the inputs are tensors and always of the same
-    shapes, nothing in the step may wait for the GPU (`loss.item()`, a `GradScaler`), numbers are what they were when it
-    was captured, and the gradients belong to it.
+    As in any CUDA graph: the inputs are tensors and always of the same shapes, nothing in the step may wait for the GPU
+    (`loss.item()`, a `GradScaler`), numbers are what they were when it was captured, and the gradients belong to it.
+
+    `captured` says whether the graph is there, `capturing` whether an error came from making it.
     """
 
     def __init__(self, step: Callable[..., Any], *optimizers: torch.optim.Optimizer, warm_up: int = 5):
@@ -39,7 +40,7 @@ class capture:
         if not isinstance(warm_up, int) or warm_up < 1:
             raise ValueError(f"warm_up must be an integer of at least 1, got {warm_up!r}")
         self.step, self.optimizers, self.warm_up = step, optimizers, warm_up
-        self.calls, self.captured = 0, False
+        self.calls, self.captured, self.capturing = 0, False, False
 
     def __call__(self, *inputs: Tensor) -> Any:
         if not all(isinstance(tensor, Tensor) for tensor in inputs):
@@ -71,6 +72,7 @@ class capture:
         return self.result
 
     def _capture(self, *inputs: Tensor) -> None:
+        self.capturing = True
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         self.graph = torch.cuda.CUDAGraph()
         try:
@@ -83,7 +85,7 @@ class capture:
             fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
             generator.graphsafe_set_state(fresh.graphsafe_get_state())
             raise
-        self.captured = True
+        self.captured, self.capturing = True, False
 
 
 def _described(tensor: Tensor) -> str:

@@ -548,7 +548,7 @@ class Training:
         try:
             loss = self.work(*inputs)
         except RuntimeError:
-            if not isinstance(self.work, capture) or self.work.captured:
+            if not isinstance(self.work, capture) or not self.work.capturing:
                 raise
             self.tell("line", {"text": "this model's steps cannot be a CUDA graph: they are launched one by one"})
             self.work = self._work

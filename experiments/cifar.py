@@ -125,6 +125,8 @@ class Run:
     batch: int
     optimizer: str
     lr: float
+    eps: float
+    max_iter: int
 
     def steps(self, data: Cifar10) -> int:
         return max(1, round(self.epochs * (len(data.x) // self.batch)))
@@ -145,6 +147,8 @@ def arguments(name: str, description: str, run: str) -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
     parser.add_argument("--lr", type=float, help="the highest rate (default: 0.02 for sgd, 0.001 for adam)")
+    parser.add_argument("--eps", type=float, default=1e-4)
+    parser.add_argument("--max-iter", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 
@@ -153,13 +157,12 @@ def runs(parser: argparse.ArgumentParser, args: argparse.Namespace, parse: Calla
     """Those that were asked for; ends the program where one is not a run."""
     if not args.runs and not getattr(args, "uniform", None):
         parser.error("nothing to do: give --run")
-    lr = args.lr or dict(sgd=0.02, adam=0.001)[args.optimizer]
+    options = {name: getattr(args, name) for name in ("epochs", "batch", "optimizer", "lr", "eps", "max_iter")}
+    options["lr"] = args.lr or dict(sgd=0.02, adam=0.001)[args.optimizer]
     if args.runs and args.out is None:
         parser.error("--run needs --out, the file of the results")
     try:
-        return [
-            parse(text, epochs=args.epochs, batch=args.batch, optimizer=args.optimizer, lr=lr) for text in args.runs
-        ]
+        return [parse(text, **options) for text in args.runs]
     except ValueError as error:
         parser.error(str(error))
 

@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     def work(run: Run) -> dict:
         plan = choose(*run.size) if run.size else dkm.plan(original, run.plan)
         model = make_model()
-        dkm.compress_(model, plan, steps=run.steps(data), seed=run.seed)
+        dkm.compress_(model, plan, steps=run.steps(data), eps=run.eps, max_iter=run.max_iter, seed=run.seed)
         divergence = round(float(loss(model)), 4)  # before training
         cifar.fit(model, data, run)
         accuracy = data.accuracy(model)

@@ -42,7 +42,9 @@ def main(arguments: list[str] | None = None) -> None:
         model = cifar.load_model(args.weights, args.device)
         # a pattern, not `cv`: that would give the small layers 8 bits
         tau, steps = dkm.temperature.parse(run.tau), run.steps(data)
-        dkm.compress_(model, f"layer*:{run.plan}", tau=tau, steps=steps, seed=run.seed)
+        dkm.compress_(
+            model, f"layer*:{run.plan}", tau=tau, steps=steps, eps=run.eps, max_iter=run.max_iter, seed=run.seed
+        )
         cifar.fit(model, data, run)
         return dict(accuracy=round(data.accuracy(model), 2))
 

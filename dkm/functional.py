@@ -266,7 +266,8 @@ class _Advance(torch.autograd.Function):
 
 
 def _flat(X: Tensor, channels_last: bool) -> Tensor:
-    return (X.permute(0, 2, 3, 1) if channels_last else X).reshape(-1)
+    # contiguous: the gradient of a sum is one number in the shape of many, and stays that when it is reshaped
+    return (X.permute(0, 2, 3, 1) if channels_last else X).reshape(-1).contiguous()
 
 
 def _shaped(X: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:

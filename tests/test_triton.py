@@ -298,6 +298,19 @@ def test_one_launch_does_what_the_operations_do(monkeypatch, bits, dim, dtype, t
     assert int(ones.step) == 3
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_one_launch_takes_a_gradient_that_is_one_number(layout):
+    """That of a sum: its strides are zero."""
+    torch.manual_seed(0)
+    weight = torch.randn(8, 6, 3, 3, device=DEVICE).to(memory_format=layout).requires_grad_()
+    clustered = dkm.Clustered(weight, 2, tau=1e-2, impl="triton")
+    got, wanted = (
+        torch.autograd.grad(clustered(weight), weight, G)[0]
+        for G in (torch.ones((), device=DEVICE).expand_as(weight), torch.ones_like(weight))
+    )
+    assert torch.equal(got, wanted)
+
+
 def test_one_launch_keeps_the_layout_in_memory():
     """d = 1: in the order of memory, without a copy."""
     weight = torch.randn(8, 6, 3, 3, device=DEVICE).to(memory_format=torch.channels_last).requires_grad_()

@@ -17,12 +17,12 @@ from . import differences, products
 from .products import NEVER, split
 
 ALL = tl.constexpr(0)
-COUNT = tl.constexpr(6)  # the checksum of the weight
-PREPARE = tl.constexpr(1)  # what the first iteration needs
-SUMS = tl.constexpr(2)  # contributions to the centroids, into `partial`
-FOLD = tl.constexpr(3)  # the rows of `partial` added up, into its first row
-TAKE = tl.constexpr(4)  # from the contributions to the centroids, or to their gradient
-MAP = tl.constexpr(5)  # from the centroids to W_tilde, or to dW
+COUNT = tl.constexpr(1)  # the checksum of the weight
+PREPARE = tl.constexpr(2)  # what the first iteration needs
+SUMS = tl.constexpr(3)  # contributions to the centroids, into `partial`
+FOLD = tl.constexpr(4)  # the rows of `partial` added up, into its first row
+TAKE = tl.constexpr(5)  # from the contributions to the centroids, or to their gradient
+MAP = tl.constexpr(6)  # from the centroids to W_tilde, or to dW
 
 LOG2E = tl.constexpr(1.4426950408889634)
 HEADER = tl.constexpr(3)  # words of a forward pass's state before the moves: a checksum of two, the barrier's counter

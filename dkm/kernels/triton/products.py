@@ -136,6 +136,16 @@ def _deposit(acc, partial, ks, add, D: tl.constexpr, DS: tl.constexpr, BK: tl.co
 
 
 @triton.jit
+def _online(S, top, z):
+    """A tile of logits `(BN, BK)` into a softmax: exponentials relative to the largest logit so far, the factor that
+    makes what was added up before relative to it too, that logit, and the denominator."""
+    higher = tl.maximum(top, tl.max(S, 1))
+    P = tl.exp2(S - higher[:, None])
+    fade = tl.exp2(top - higher)
+    return P, fade, higher, z * fade + tl.sum(P, 1)
+
+
+@triton.jit
 def _statistics(
     x, y, Q, R, n, rows, MEAN: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr
 ):
@@ -145,14 +155,9 @@ def _statistics(
     mean = tl.zeros((BN,), tl.float32)
     for tile in range(NK):
         ks = tile * BK + tl.arange(0, BK)
-        S = _by_vector(x, Q, ks, DS, BK, BN)
-        higher = tl.maximum(top, tl.max(S, 1))
-        P = tl.exp2(S - higher[:, None])
-        fade = tl.exp2(top - higher)
-        z = z * fade + tl.sum(P, 1)
+        P, fade, top, z = _online(_by_vector(x, Q, ks, DS, BK, BN), top, z)
         if MEAN:
             mean = mean * fade + tl.sum(P * _by_vector(y, R, ks, DS, BK, BN), 1)
-        top = higher
     return _log_z(top, z, n, rows), mean / z
 
 
@@ -182,13 +187,8 @@ def _average(
     acc = tl.zeros((BN, VS), tl.float32)
     for tile in range(NK):
         ks = tile * BK + tl.arange(0, BK)
-        S = _by_vector(x, Q, ks, DS, BK, BN)
-        higher = tl.maximum(top, tl.max(S, 1))
-        P = tl.exp2(S - higher[:, None])
-        fade = tl.exp2(top - higher)
-        z = z * fade + tl.sum(P, 1)
+        P, fade, top, z = _online(_by_vector(x, Q, ks, DS, BK, BN), top, z)
         acc = acc * fade[:, None] + _times(P, _summands(Q, ks, DS))
-        top = higher
     _store(acc * (1.0 / (z * 2 * scale))[:, None], W_tilde, rows, N, False, D, DS, BN)
     return top, z
 

@@ -24,11 +24,10 @@ HELD_OUT = 10  # one in so many, of each class, where nothing was given to evalu
 class Data:
     """Examples: `(x, label)`, or dicts of what a model takes, with "labels".
 
-    `train` may draw random numbers; `plain` are the same examples as evaluation would see them.
+    `train` may draw random numbers.
     """
 
     train: Dataset
-    plain: Dataset
     eval: Dataset
     classes: int | None
     unit: str  # what an example is called: images, texts, examples
@@ -60,7 +59,7 @@ def _own(make: Callable[[], Any], settings: Settings) -> Data:
     train, evaluation = pair
     if not len(train) or not len(evaluation):
         raise Problem(f"{settings.data[0]} gave an empty dataset: both, train and eval, need examples")
-    return Data(train, train, evaluation, settings.classes, "examples")
+    return Data(train, evaluation, settings.classes, "examples")
 
 
 # --- images --------------------------------------------------------------------------------------
@@ -128,11 +127,9 @@ def _images(settings: Settings) -> Data:
         [(image, classes[name]) for name in sorted(part) for image in part[name]] for part in (train, evaluation)
     )
     looks = models.pixels(settings.model)
-    plain = transform(settings, looks, "none")
     return Data(
         Images(train, transform(settings, looks, settings.augment)),
-        Images(train, plain),
-        Images(evaluation, plain),
+        Images(evaluation, transform(settings, looks, "none")),
         len(classes),
         "images",
     )
@@ -276,7 +273,7 @@ def _texts(settings: Settings) -> Data:
         return Texts(tokens, [ids[label] for _, label in rows])
 
     made = encode(train)
-    return Data(made, made, encode(evaluation), max(ids.values()) + 1, "texts", _Pad(tokenizer))
+    return Data(made, encode(evaluation), max(ids.values()) + 1, "texts", _Pad(tokenizer))
 
 
 def _label_ids(labels: set, config: Any, path: Path) -> dict[Any, int]:

@@ -186,13 +186,14 @@ class Stage:
 
         return send_to_device(batch, self.accelerator.device, non_blocking=True)
 
-    def plain_batches(self, count: int) -> Iterator[Batch]:
-        """Full batches of training examples as evaluation sees them: the same ones every time."""
-        total = len(self.data.plain)
-        order = torch.randperm(total, generator=torch.Generator().manual_seed(draw(self.settings.seed, "plain")))
+    def sample(self, count: int) -> Iterator[Batch]:
+        """Full batches of training examples, augmented as in training: the same ones every time."""
+        total, seed = len(self.data.train), self.settings.seed
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(draw(seed, "sample")))
         order, size = order[:count].tolist(), min(self.batch_size, total, count)
-        keys = [[(0, i) for i in order[at : at + size]] for at in range(0, len(order) - size + 1, size)]
-        for batch in batches(self.data.plain, keys, self.data, self.settings):
+        examples = [(draw(seed, "sample", i), i) for i in order]
+        keys = [examples[at : at + size] for at in range(0, len(examples) - size + 1, size)]
+        for batch in batches(self.data.train, keys, self.data, self.settings):
             stop = self.check()
             yield self.move(batch)
             if stop:
@@ -660,7 +661,8 @@ class Training:
 
     def _recalibrate(self) -> None:
         with parametrize.cached(), self.accelerator.autocast():
-            recalibrate_(self.model, self.stage.plain_batches(self.settings.recalibrate), forward=_forward)
+            # augmented: on the very pictures that it has learned by heart, the activations are not those on others
+            recalibrate_(self.model, self.stage.sample(self.settings.recalibrate), forward=_forward)
 
     def _histograms(self) -> None:
         """Of the first, the largest and the last clustered tensor: a weight, or the first of each vector."""
@@ -797,7 +799,7 @@ def _allocated(stage: Stage, model: nn.Module) -> Plan:
         with stage.accelerator.autocast():
             return logits_of(model(*args, **kwargs)).float()
 
-    loss = divergence(model, stage.plain_batches(MEASURED), forward=forward)
+    loss = divergence(model, stage.sample(MEASURED), forward=forward)
     with problems():
         plan = make_plan(model, settings.plan, size=settings.target_size, loss=loss, seed=settings.seed)
     if stage.accelerator.num_processes > 1:  # the same everywhere: devices round differently

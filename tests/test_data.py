@@ -67,11 +67,11 @@ def test_tar_files_hold_the_same_as_the_folder(images: Path, tmp_path: Path):
                     archive.add(file, f"train/{file.parent.name}/{file.name}")
     picture(tmp_path / "val" / "a" / "x.png", 0)
     packed = open_data(settings(*parts, eval_data=(str(tmp_path / "val"),)))
-    assert len(packed.plain) == 30
-    for x, label in (packed.plain[i] for i in range(30)):
-        plain = (50 * label / 255 - 0.485) / 0.229
+    assert len(packed.train) == 30
+    for x, label in (packed.train[i] for i in range(30)):
+        expected = (50 * label / 255 - 0.485) / 0.229
         assert x[0].eq(x[0, 0, 0]).all()
-        assert float(x[0, 0, 0]) == pytest.approx(plain, abs=1e-5)
+        assert float(x[0, 0, 0]) == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_an_example_draws_depends_on_its_seed_alone(images: Path):

@@ -135,7 +135,7 @@ def test_the_statistics_of_the_file_are_those_of_the_snapped_network(place: Path
     model = models.build(chosen.model, None, 3)[0]
     dkm.load(tmp_path / "run" / "model.dkm", into=model)
     stage, _ = run.open_stage(chosen, run.silent)
-    dkm.recalibrate_(model, (x for x, _ in stage.plain_batches(chosen.recalibrate)))
+    dkm.recalibrate_(model, (x for x, _ in stage.sample(chosen.recalibrate)))
     torch.testing.assert_close(model[1].running_mean, state["1.running_mean"], rtol=1e-3, atol=1e-4)
 
 

@@ -137,6 +137,42 @@ def test_table_of_all_16_bit_values(monkeypatch, dtype, gradient):
         assert error(got[name], wanted[name].double(), G if name[0] == "d" else None) <= limit, name
 
 
+@pytest.mark.parametrize(
+    ("k", "temperature", "ordered", "gradient"),
+    [
+        (33, 2.0, True, "unrolled"),
+        (100, 0.1, True, "unrolled"),
+        (100, 2.0, False, "unrolled"),  # windows of all centroids
+        (100, 1e4, True, "unrolled"),
+        (100, 2.0, True, "last"),
+        (100, 2.0, True, "implicit"),
+    ],
+)
+def test_windows_of_near_centroids(monkeypatch, k, temperature, ordered, gradient):
+    """As close to float64 as with all centroids."""
+    n = 601 if DEVICE == "cpu" else 4_400_001  # several tiles a program, of the last one a part
+    W = torch.randn(n, device=DEVICE) * 0.05
+    W[: n // 3] *= 0.1  # tiles that are not alike
+    some = W[torch.randperm(n, device=DEVICE)[:1000], None].cpu()
+    C = torch.cat([init_centroids(some, k - 1), torch.tensor([[9.0]])]).to(DEVICE)  # one has no mass
+    C = C if ordered else C[torch.randperm(k)]
+    tau = temperature * float((W[:, None] - C[assign(W[:, None], C)]).square().mean())
+    if gradient == "implicit":  # is about fixed points
+        C = cluster(W.double()[:, None], C.double(), tau=tau, eps=1e-12, max_iter=300, impl="blocked").C.float()
+    W, G = W[:, None], torch.randn(n, 1, device=DEVICE)
+    options = dict(tau=tau, eps=0, max_iter=3, gradient=gradient)
+    exact = run(W.double(), C.double(), G.double(), "blocked", **options)[0]
+    monkeypatch.setattr(kernels, "WINDOWS", n + 1)
+    assert not kernels.by_windows(W, k, 1, "sqeuclidean")
+    dense = run(W, C, G, "triton", **options)[0]
+    monkeypatch.setattr(kernels, "WINDOWS", 0)
+    assert kernels.by_windows(W, k, 1, "sqeuclidean")
+    got = run(W, C, G, "triton", **options)[0]
+    for name, wanted in exact.items():
+        scale = G if name[0] == "d" else None
+        assert error(got[name], wanted, scale) <= 2 * error(dense[name], wanted, scale) + 2**-22, name
+
+
 @pytest.mark.parametrize(("k", "d"), [(5, 1), (40, 8)])
 def test_sums_may_be_reduced_in_between(k, d):
     W, C, G = problem(150, d, k)
@@ -264,11 +300,13 @@ def test_replays_of_a_captured_training_step_go_on():
         (2, 1, torch.bfloat16, 1e-3),
         (4, 4, torch.float32, dkm.temperature.constant(0.5)),
         (5, 8, torch.float32, "auto"),
+        (6, 1, torch.float32, "auto"),  # by windows
         (1, 3, torch.float32, dkm.temperature.linear(2, 0.1)),
     ],
 )
 def test_one_launch_does_what_the_operations_do(monkeypatch, bits, dim, dtype, tau):
     """The checksum, the start, the temperature and the new state: of a weight that changes now and then."""
+    monkeypatch.setattr(kernels, "WINDOWS", 0)
     torch.manual_seed(0)
     weight = torch.randn(8, 5, 3, 3, device=DEVICE).mul(0.1).to(dtype, memory_format=torch.channels_last)
     ones, others = (

@@ -3,6 +3,7 @@
     frame.py         the iterations, convergence, sums over programs: what both families share
     differences.py   distances by differences: d = 1, few centroids, the plain distance
     products.py      matrix products on the tensor cores: all else
+    windows.py       d = 1, many weights in float32 and many centroids: differences, with near ones only
     table.py         d = 1 in 16 bit: the loop on a table of all values
 
 Everything is float32, whatever the dtype of the weight.
@@ -25,6 +26,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_D = 64
 # From so many weights on, a table of all 16-bit values is worth making: with more centroids than a few, and with few.
 TABLE, TABLE_FOR_FEW, FEW = 1 << 20, 1 << 23, 8
+# From so many float32 weights on, and with more centroids than one window has, it pays to put them in order.
+WINDOWS, WINDOW = 1 << 22, 32
 NO_MASS = no_mass(torch.float32)
 
 Reduce = Callable[[Tensor], Tensor]
@@ -110,6 +113,12 @@ def by_table(W: Tensor, k: int, d: int) -> bool:
     return d == 1 and W.element_size() == 2 and W.numel() >= (TABLE if k > FEW else TABLE_FOR_FEW)
 
 
+def by_windows(W: Tensor, k: int, d: int, metric: str) -> bool:
+    """Whether to look at near centroids only."""
+    wide = k > WINDOW and WINDOWS <= W.numel() < 1 << 30  # it counts past the last weight
+    return wide and d == 1 and W.dtype == torch.float32 and metric == "sqeuclidean"
+
+
 class _Tiles(NamedTuple):
     """Which family, how large its tiles are, and how many programs share them."""
 
@@ -120,7 +129,9 @@ class _Tiles(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiles(N: int, k: int, d: int, euclidean: bool, counts: bool, backward: bool, device: torch.device) -> _Tiles:
+def _tiles(
+    N: int, k: int, d: int, euclidean: bool, counts: bool, windows: bool, backward: bool, device: torch.device
+) -> _Tiles:
     n = -(-N // d)
     BK = max(2, triton.next_power_of_2(k))
     DP = triton.next_power_of_2(d)
@@ -133,6 +144,8 @@ def _tiles(N: int, k: int, d: int, euclidean: bool, counts: bool, backward: bool
         # they hide one another's waiting
         BK, BN, warps = 64, 64, 4
         each, registers = (3, 168) if DS == 8 or (DS == 16 and not backward) else (2 if DS == 16 else 1, None)
+    elif windows:
+        BK, BN, warps, each, registers = WINDOW, 128, 4, 3, 168
     else:
         # what a thread holds of a tile, whole columns of it, must fit its registers
         BK = min(BK, max(2, 128 // DP)) if d > 1 else BK if BK <= 32 else 16
@@ -143,31 +156,40 @@ def _tiles(N: int, k: int, d: int, euclidean: bool, counts: bool, backward: bool
     processors = 3 if INTERPRETED else each * torch.cuda.get_device_properties(device).multi_processor_count
     arguments = dict(
         PRODUCTS=products, EUCLIDEAN=euclidean, COUNTS=counts, D=d, DP=DP, DS=DS, E=E,
-        BK=BK, BN=BN, NK=NK, ROWS=4, CHUNK=64 if products else min(512, 1024 // E), num_warps=warps, num_stages=stages,
+        BK=BK, BN=BN, NK=NK, ROWS=4, CHUNK=64 if products else min(512, 1024 // E), TILE=8192 if windows else 0,
+        KB=triton.next_power_of_2(k), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if INTERPRETED:  # a block at a time: few and large ones
         arguments |= dict(ROWS=64, CHUNK=4)
+        if windows:
+            arguments |= dict(TILE=256, BN=64)
     if registers is not None and not INTERPRETED:
         arguments["maxnreg"] = registers
+    if windows:  # the last one may begin anywhere
+        return _Tiles(n, (NK + 1) * BK, max(1, min(-(-n // arguments["TILE"]), processors)), arguments)
     return _Tiles(n, NK * BK, max(1, min(-(-n // BN), processors)), arguments)
 
 
 def _scratch(tiles: _Tiles, device: torch.device, state: int, tables: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros, the last of which is the barrier's counter; partial sums; tables of `products`."""
+    """Zeros, the last of which is the barrier's counter; partial sums; `products`' tables or `windows`' room."""
     d, DS = tiles.arguments["D"], tiles.arguments["DS"]
     make = torch.empty if tiles.n else torch.zeros
     # a pointer is wanted even where there is nothing to point to
     rows = tables * tiles.KP if tiles.arguments["PRODUCTS"] else 1
+    tile = tiles.arguments["TILE"]
+    each = tile // 2 + (tile // tiles.arguments["BN"]) * 2 * tables
+    room = torch.empty(tiles.programs * each, device=device) if tile else None
     return (
         torch.zeros(state, device=device),
         make(tiles.programs, tiles.KP, d + 1, device=device),
-        torch.empty(rows, 12 * DS, dtype=torch.bfloat16, device=device),
+        torch.empty(rows, 12 * DS, dtype=torch.bfloat16, device=device) if room is None else room,
     )
 
 
 def _forward(W, counts, C, tau, eps, max_iter, metric, reduce, state: State | None = None):
     k, d = C.shape
-    tiles = _tiles(W.numel(), k, d, metric == "euclidean", counts is not None, False, W.device)
+    windows = counts is None and by_windows(W, k, d, metric)
+    tiles = _tiles(W.numel(), k, d, metric == "euclidean", counts is not None, windows, False, W.device)
     moves, partial, Qs = _scratch(tiles, W.device, frame.HEADER.value + max_iter, max_iter + 1)
     trail = torch.empty(max_iter + 1, k, d + 1, device=W.device)
     iterations = torch.empty((), dtype=torch.int64, device=W.device)
@@ -207,10 +229,12 @@ class _Backward:
     def __init__(self, G, W, counts, trail, iterations, tau, metric, gradient, reduce, output=True):
         self.max_iter, self.k, self.d = trail.shape[0] - 1, trail.shape[1], trail.shape[2] - 1
         self.gradient, self.reduce, self.output = gradient, reduce, output
-        # a table's dW is not a sum over the output and the updates, and the fixed point's updates come later
-        self.push = gradient == "unrolled" and counts is None and W.dtype == torch.float32
+        windows = counts is None and by_windows(W, self.k, self.d, metric)
+        # a table's dW is not a sum over the output and the updates, the fixed point's updates come later, and for
+        # windows dW holds something else meanwhile
+        self.push = gradient == "unrolled" and counts is None and W.dtype == torch.float32 and not windows
         self.tiles = tiles = _tiles(
-            W.numel(), self.k, self.d, metric == "euclidean", counts is not None, True, W.device
+            W.numel(), self.k, self.d, metric == "euclidean", counts is not None, windows, True, W.device
         )
         state, self.partial, Qs = _scratch(tiles, W.device, 1, self.max_iter + 1)
         Hs = torch.empty_like(Qs if tiles.arguments["PRODUCTS"] else trail)

@@ -38,9 +38,7 @@ def _distance(w, c, EUCLIDEAN: tl.constexpr):
 
 
 @triton.jit
-def _statistics(
-    w, c0, C, K, scale, D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, EUCLIDEAN: tl.constexpr
-):
+def _statistics(w, c0, C, K, scale, D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, NK, EUCLIDEAN: tl.constexpr):
     """Of each vector: the distance to the nearest centroid, and the softmax denominator relative to it."""
     L = _distance(w, c0, EUCLIDEAN)
     near = tl.min(L, 0)
@@ -155,7 +153,7 @@ def _dA(w, g, c, h, o, UPDATE: tl.constexpr, D: tl.constexpr):
 @triton.jit
 def _mean(
     w, g, near, z, c0, h0, o0, C, C_next, H, K, scale, UPDATE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BK: tl.constexpr, NK: tl.constexpr, EUCLIDEAN: tl.constexpr,
+    BK: tl.constexpr, NK, EUCLIDEAN: tl.constexpr,
 ):  # fmt: skip
     """`(BN,)`: sum_j A dA."""
     P = tl.exp2((near[None, :] - _distance(w, c0, EUCLIDEAN)) * scale)
@@ -248,7 +246,7 @@ def _store(values, target, rows, N, add, D: tl.constexpr, DP: tl.constexpr):
 @triton.jit
 def _pushed(
     w, g, C, C_next, H, K, scale, slope, UPDATE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr,
-    NK: tl.constexpr, EUCLIDEAN: tl.constexpr,
+    NK, EUCLIDEAN: tl.constexpr,
 ):  # fmt: skip
     """`(DP, BN)`: what the vectors receive from all centroids."""
     c, h, o = _tables(C, C_next, H, tl.arange(0, BK), K, UPDATE, D, DP)

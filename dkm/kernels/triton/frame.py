@@ -13,7 +13,7 @@ host launches PHASE after PHASE.
 import triton
 import triton.language as tl
 
-from . import differences, products
+from . import differences, products, windows
 from .products import NEVER, split
 
 ALL = tl.constexpr(0)
@@ -59,8 +59,32 @@ def _moment(checksum, seen, step, unit, hot, decay, relative, steps):
     """Whether this is another weight than the last one, its step, and its temperature."""
     changed = tl.load(checksum, cache_modifier=".cg") != tl.load(seen)
     now = tl.load(step) + changed.to(tl.int64)
+    return changed, now, _temperature(now, unit, hot, decay, relative, steps)
+
+
+@triton.jit
+def _temperature(now, unit, hot, decay, relative, steps):
     progress = tl.minimum(now.to(tl.float32) / steps, 1.0)
-    return changed, now, tl.where(relative != 0, tl.load(unit), 1.0) * hot * tl.exp2(decay * progress)
+    return tl.where(relative != 0, tl.load(unit), 1.0) * hot * tl.exp2(decay * progress)
+
+
+@triton.jit
+def _begin(
+    C, start, trail, Qs, K, KP, scale, program, programs, STATEFUL: tl.constexpr, PRODUCTS: tl.constexpr,
+    D: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The first row of the trail from C, and STATEFUL: into `start`."""
+    column = tl.arange(0, E)
+    for block in range(program * ROWS, KP, programs * ROWS):
+        ks = block + tl.arange(0, ROWS)
+        first = _centroid_rows(C, ks, K, D, D, E)
+        if STATEFUL:
+            at = start + ks[:, None] * D + column[None, :]
+            tl.store(at, first, mask=(ks < K)[:, None] & (column < D)[None, :])
+        at = trail + ks[:, None] * (D + 1) + column[None, :]
+        tl.store(at, first, mask=(ks < K)[:, None] & (column <= D)[None, :])
+        if PRODUCTS:
+            _write_centroids(Qs, first, ks, K, KP, scale, D, DS, E)
 
 
 @triton.jit
@@ -157,9 +181,12 @@ def _move(
 def _sums(
     W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS: tl.constexpr,
     EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, FIRST: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    if PRODUCTS:
+    if TILE:
+        C = trail + t * K * 2
+        windows.sums(W, W_tilde, C, scale, partial, N, K, KP, program, programs, FIRST, BK, BN, TILE, KB)
+    elif PRODUCTS:
         Q = Qs + t * KP * 12 * DS
         products.sums(W, Q, scale, partial, W_tilde, N, n, KP, program, programs, FIRST, D, DS, BK, BN, NK)
     else:
@@ -173,18 +200,18 @@ def _sums(
 def _iteration(
     W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS: tl.constexpr,
     EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
-    """The sums of iteration t; of the first one W_tilde as well."""
+    """The sums of iteration t; of the first one W_tilde as well, or what `windows` keeps there."""
     if t == 0:
         _sums(
             W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
-            COUNTS, D, DP, DS, BK, BN, NK, True,
+            COUNTS, D, DP, DS, BK, BN, NK, TILE, KB, True,
         )  # fmt: skip
     else:
         _sums(
             W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
-            COUNTS, D, DP, DS, BK, BN, NK, False,
+            COUNTS, D, DP, DS, BK, BN, NK, TILE, KB, False,
         )  # fmt: skip
 
 
@@ -194,7 +221,7 @@ def forward_kernel(
     no_mass, max_iter, hot, decay, relative, steps, t, PHASE: tl.constexpr, STATEFUL: tl.constexpr,
     PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
     """Up to max_iter iterations, then W_tilde = A C with the A and the C that belong together.
 
@@ -211,39 +238,46 @@ def forward_kernel(
     moves = state + HEADER
     if STATEFUL and (PHASE == ALL or PHASE == COUNT):
         tl.atomic_add(checksum, _checksum(W, N, program, programs, 1024))
-        if PHASE == ALL:
-            _barrier(counter, programs)
-    if PHASE != COUNT:
-        changed = True
-        if STATEFUL and (PHASE == ALL or PHASE == PREPARE):
+    if PHASE == ALL:
+        if STATEFUL:
+            # Most likely the weight has changed: prepare for that, and wait for both at once.
+            temperature = _temperature(tl.load(step) + 1, unit, hot, decay, relative, steps)
+        else:
+            temperature = tl.load(tau)
+        scale = LOG2E / temperature
+        _begin(C, C, trail, Qs, K, KP, scale, program, programs, False, PRODUCTS, D, DS, E, ROWS)
+        _barrier(counter, programs)
+        if STATEFUL:
+            changed, _now, temperature = _moment(checksum, seen, step, unit, hot, decay, relative, steps)
+            scale = LOG2E / temperature
+            if program == 0:
+                tl.store(tau, temperature)
+            if changed:
+                _begin(C, start, trail, Qs, K, KP, scale, program, programs, True, False, D, DS, E, ROWS)
+            else:
+                _begin(start, start, trail, Qs, K, KP, scale, program, programs, False, PRODUCTS, D, DS, E, ROWS)
+                _barrier(counter, programs)
+    elif PHASE != COUNT:
+        if STATEFUL and PHASE == PREPARE:
             changed, _now, temperature = _moment(checksum, seen, step, unit, hot, decay, relative, steps)
             if program == 0:
                 tl.store(tau, temperature)
         else:
+            changed = True
             temperature = tl.load(tau)
         scale = LOG2E / temperature
-    if PHASE == ALL or PHASE == PREPARE:
-        for block in range(program * ROWS, KP, programs * ROWS):
-            ks = block + tl.arange(0, ROWS)
-            column = tl.arange(0, E)
-            first = _centroid_rows(C, ks, K, D, D, E)
-            if STATEFUL:
-                if not changed:
-                    first = _centroid_rows(start, ks, K, D, D, E)
-                at = start + ks[:, None] * D + column[None, :]
-                tl.store(at, first, mask=(ks < K)[:, None] & (column < D)[None, :])
-            at = trail + ks[:, None] * (D + 1) + column[None, :]
-            tl.store(at, first, mask=(ks < K)[:, None] & (column <= D)[None, :])
-            if PRODUCTS:
-                _write_centroids(Qs, first, ks, K, KP, scale, D, DS, E)
+        if PHASE == PREPARE:
+            if changed:
+                _begin(C, start, trail, Qs, K, KP, scale, program, programs, STATEFUL, PRODUCTS, D, DS, E, ROWS)
+            else:
+                _begin(start, start, trail, Qs, K, KP, scale, program, programs, False, PRODUCTS, D, DS, E, ROWS)
     if PHASE == ALL:
-        _barrier(counter, programs)
         t = 0
         running = 1
         while (t < max_iter) & (running != 0):
             _iteration(
                 W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
-                COUNTS, D, DP, DS, BK, BN, NK,
+                COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
             )  # fmt: skip
             _barrier(counter, programs)
             _move(
@@ -267,7 +301,7 @@ def forward_kernel(
     if PHASE == SUMS:
         _iteration(
             W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
-            COUNTS, D, DP, DS, BK, BN, NK,
+            COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
         )  # fmt: skip
     if PHASE == FOLD:
         _fold_rows(partial, P, KP, program, programs, D, E, ROWS, CHUNK)
@@ -293,7 +327,10 @@ def forward_kernel(
                 if STATEFUL:
                     at = C + ks[:, None] * D + column[None, :]
                     tl.store(at, reached, mask=(ks < K)[:, None] & (column < D)[None, :])
-        if t > 1:
+        if TILE:
+            C = trail + (t - 1) * row
+            windows.averages(W, C, scale, W_tilde, Qs, N, K, max_iter + 1, program, programs, BK, BN, TILE, KB)
+        elif t > 1:
             if PRODUCTS:
                 products.averages(
                     W, Qs + (t - 1) * KP * 12 * DS, scale, W_tilde, N, n, program, programs, D, DS, BK, BN, NK
@@ -363,9 +400,15 @@ def _gradient_sums(
     G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program, programs,
     UPDATE: tl.constexpr, PUSH: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr,
     COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    NK: tl.constexpr,
+    NK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
-    if PRODUCTS:
+    if TILE:
+        C = trail + t * K * 2
+        windows.gradient_sums(
+            G, W, dW, C, C + K * 2, Hs + slot * K * 2, scale, slope, partial, N, K, KP, program, programs, UPDATE, BK,
+            BN, TILE, KB,
+        )  # fmt: skip
+    elif PRODUCTS:
         products.gradient_sums(
             G, W, Qs + t * KP * 12 * DS, tables + slot * KP * 12 * DS, scale, slope, partial, dW, N, n, KP, program,
             programs, UPDATE, PUSH, D, DS, BK, BN, NK,
@@ -384,7 +427,7 @@ def backward_kernel(
     t, slot, target, PHASE: tl.constexpr, MODE: tl.constexpr, OUTPUT: tl.constexpr, UPDATES: tl.constexpr,
     PUSH: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
     """From the last iteration to the first, what the centroids receive, `us`; then dW, through all of them at once.
 
@@ -414,7 +457,7 @@ def backward_kernel(
             _barrier(counter, programs)
         _gradient_sums(
             G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, used - 1, 0, program,
-            programs, False, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK,
+            programs, False, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
         )  # fmt: skip
         _barrier(counter, programs)
         _take(
@@ -426,7 +469,7 @@ def backward_kernel(
             i = used - back
             _gradient_sums(
                 G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, i, i + 1, program,
-                programs, True, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK,
+                programs, True, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
             )  # fmt: skip
             _barrier(counter, programs)
             _take(
@@ -446,7 +489,7 @@ def backward_kernel(
     if PHASE == SUMS:
         _gradient_sums(
             G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program,
-            programs, not OUTPUT, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK,
+            programs, not OUTPUT, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
         )  # fmt: skip
     if PHASE == FOLD:
         _fold_rows(partial, P, KP, program, programs, D, E, ROWS, CHUNK)
@@ -466,7 +509,12 @@ def backward_kernel(
                 low = used - 1
                 high = used
                 shift = max_iter - low
-        if PRODUCTS:
+        if TILE:
+            windows.gradient(
+                G, W, trail, Hs, scale, slope, dW, Qs, N, K, used - 1, low, high, shift, max_iter + 1, program,
+                programs, BK, BN, TILE, KB,
+            )  # fmt: skip
+        elif PRODUCTS:
             products.gradient(
                 G, W, Qs, tables, scale, slope, dW, N, n, used - 1, low, high, shift, KP * 12 * DS, program, programs,
                 D, DS, BK, BN, NK,

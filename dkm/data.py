@@ -1,7 +1,9 @@
 """Images in class folders or tar files, tables of texts, or a function of your own -> examples to train on."""
 
 import csv
+import os
 import random
+import signal
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -384,10 +386,11 @@ class _Collate:
         return self.collate(items) if problem is None else problem
 
 
-def _ignore_interrupts(worker: int) -> None:
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains; it ends its workers
+def _stand_apart(worker: int) -> None:
+    """Signals for all processes of a run, such as Ctrl-C's, are for the one that trains; it ends its workers."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def batches(dataset: Dataset, keys: Sequence[list[tuple[int, int]]], data: Data, settings: Settings) -> Iterator[Any]:
@@ -397,7 +400,7 @@ def batches(dataset: Dataset, keys: Sequence[list[tuple[int, int]]], data: Data,
         batch_sampler=keys,
         num_workers=settings.workers,
         collate_fn=_Collate(data.collate),
-        worker_init_fn=_ignore_interrupts,
+        worker_init_fn=_stand_apart,
         pin_memory=torch.cuda.is_available() and settings.device != "cpu",
     )
     for batch in loader:

@@ -249,6 +249,7 @@ def life(chosen: Settings) -> multiprocessing.Process:
             arguments += [f"--{name.replace('_', '-')}", str(item)]
 
     def target() -> None:
+        os.setpgid(0, 0)
         with open(os.devnull, "w") as nothing, open(Path(chosen.out).with_suffix(".err"), "a") as errors:
             sys.stdout, sys.stderr = nothing, errors
             cli.main(arguments)
@@ -284,11 +285,13 @@ def test_killed_ten_times(place: Path, tmp_path: Path):
         assert mine == whole
 
 
-def test_ctrl_c_leaves_a_checkpoint(place: Path, tmp_path: Path):
-    chosen, folder = settings(place, tmp_path / "run", epochs=100), tmp_path / "run"
+@pytest.mark.parametrize(("ask", "workers"), [(signal.SIGINT, 0), (signal.SIGINT, 2), (signal.SIGTERM, 2)])
+def test_asked_to_stop_it_leaves_a_checkpoint(place: Path, tmp_path: Path, ask: signal.Signals, workers: int):
+    """Asked as a terminal or a scheduler does it: all processes of the run."""
+    chosen, folder = settings(place, tmp_path / "run", epochs=100, workers=workers), tmp_path / "run"
     process = life(chosen)
     wait_for_log(process.is_alive, folder, 30)
-    os.kill(process.pid, signal.SIGINT)
+    os.killpg(process.pid, ask)
     process.join()
     assert process.exitcode == 130
     said = (tmp_path / "run.err").read_text()

@@ -58,7 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
             sentence = f"another process has ended; --resume goes on from the last checkpoint: {error}"
             code = _problem(sentence, head_start=HEAD_START)
         elif hasattr(error, "format_message"):
-            code = _problem(error.format_message())
+            message = error.format_message()
+            code = _problem(message) if message else 2  # none: the help was asked for by giving nothing
         else:  # not the command line's: a fault of ours, to be seen whole
             raise
     if code == 0 and run.several() and torch.distributed.is_initialized():

@@ -118,9 +118,7 @@ def _images(settings: Settings) -> Data:
         if unknown:
             raise Problem(f"{eval_at[0]} has the class '{unknown[0]}', which {train_at[0]} has not")
     else:
-        # the last of every ten, by name: the same ones every time
-        evaluation = {name: images[HELD_OUT - 1 :: HELD_OUT] or images[-1:] for name, images in train.items()}
-        evaluation = {name: images for name, images in evaluation.items() if len(train[name]) > 1}
+        evaluation = {name: held for name, images in train.items() if (held := _held_out(images))}
         held = {image for images in evaluation.values() for image in images}
         train = {name: [image for image in images if image not in held] for name, images in train.items()}
         if not evaluation:
@@ -135,6 +133,11 @@ def _images(settings: Settings) -> Data:
         len(classes),
         "images",
     )
+
+
+def _held_out(of_a_class: list) -> list:
+    """The last of every ten, in their order: the same ones every time."""
+    return of_a_class[HELD_OUT - 1 :: HELD_OUT] or of_a_class[1:][-1:]
 
 
 def transform(settings: Settings, looks: models.Pixels, augment: str) -> Callable:
@@ -159,14 +162,16 @@ def _by_class(paths: list[str], least: int = 1) -> dict[str, list[Image]]:
     """Class -> its images, sorted by name; at least so many classes."""
     classes: dict[str, list[Image]] = {}
     for path in paths:
-        for name, images in (_in_folder if Path(path).is_dir() else _in_tar)(Path(path)).items():
+        found = (_in_folder if Path(path).is_dir() else _in_tar)(Path(path))
+        if not found:
+            raise Problem(f"{path} has no class folders: it must hold a folder for each class, with its images")
+        for name, images in found.items():
+            if not images:
+                raise Problem(f"the class '{name}' in {path} has no images: fill it or take it away")
             classes.setdefault(name, []).extend(images)
-    for name, images in classes.items():
-        if not images:
-            raise Problem(f"the class '{name}' in {paths[0]} has no images: fill it or take it away")
     if len(classes) < least:
-        found = f"the class '{next(iter(classes))}' only" if classes else "no class folders"
-        raise Problem(f"{paths[0]} has {found}: it must hold a folder for each class, with its images")
+        name = next(iter(classes))
+        raise Problem(f"{paths[0]} has the class '{name}' only: it must hold a folder for each class, with its images")
     return classes
 
 
@@ -258,7 +263,8 @@ def _texts(settings: Settings) -> Data:
 
     train = [row for path in train_at for row in read_table(path, settings)]
     if eval_at == train_at[:1]:
-        evaluation, train = train[HELD_OUT - 1 :: HELD_OUT], [r for i, r in enumerate(train) if (i + 1) % HELD_OUT]
+        held = rows_held_out([label for _, label in train])
+        evaluation, train = ([row for i, row in enumerate(train) if (i in held) is part] for part in (True, False))
     else:
         evaluation = [row for path in eval_at for row in read_table(path, settings)]
     if not train or not evaluation:
@@ -278,6 +284,14 @@ def _texts(settings: Settings) -> Data:
     return Data(made, encode(evaluation), max(ids.values()) + 1, "texts", _Pad(tokenizer))
 
 
+def rows_held_out(labels: Sequence) -> set[int]:
+    """Of each label the last of every ten rows."""
+    of_label: dict[Any, list[int]] = {}
+    for row, label in enumerate(labels):
+        of_label.setdefault(label, []).append(row)
+    return {row for rows in of_label.values() for row in _held_out(rows)}
+
+
 def _label_ids(labels: set, config: Any, path: Path) -> dict[Any, int]:
     """Label -> index: a number is its own, a name is where the model's config has it, or in the order of names."""
     if all(isinstance(label, int) for label in labels):
@@ -294,7 +308,8 @@ def read_table(path: Path, settings: Settings) -> list[tuple[tuple[str, ...], An
     """Rows of (texts, label); labels are whole numbers where they look like it, names otherwise."""
     columns = _columns(path)
     if settings.label_column not in columns:
-        raise Problem(f"{path} has no column '{settings.label_column}'; it has {', '.join(columns)}: --label-column")
+        has = f"it has {', '.join(columns)}: --label-column" if columns else "it has none at all"
+        raise Problem(f"{path} has no column '{settings.label_column}'; {has}")
     labels = columns[settings.label_column]
     if settings.text_columns is None:
         names = [

@@ -324,5 +324,6 @@ def check_options(tau, eps, max_iter, metric, impl, gradient) -> None:
 
 def check_tau(tau: float | Tensor) -> None:
     """Raise ValueError unless tau is a positive finite number.  Tensors are not read: that would stall a GPU."""
-    if not isinstance(tau, Tensor) and not (isinstance(tau, Real) and 0 < tau < math.inf):
+    # 1 / tau must be a number of float32
+    if not isinstance(tau, Tensor) and not (isinstance(tau, Real) and 1e-37 < tau < math.inf):
         raise ValueError(f"tau must be a positive finite number, got {tau!r}; the paper's values are 5e-6 to 4e-4")

@@ -371,6 +371,8 @@ def compress(settings: Settings, tell: Tell = silent, *, resume: bool = False) -
             tell("line", {"text": f"choosing bits and dim for {settings.target_size} by what each costs the loss ..."})
             plan = _allocated(stage, model)
             text = plan.text
+        if not any(row.bits for row in plan.rows):
+            raise Problem(f"the plan '{text}' clusters nothing: give a layer bits, as in 'cv:4/4'")
         master = teacher(model) if settings.teacher == "self" else None
         with problems():
             compress_(

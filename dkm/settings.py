@@ -4,6 +4,7 @@ A config file is TOML or YAML with a key for each flag, `batch-size = 64`.  Flag
 the defaults.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -49,7 +50,7 @@ class Settings:
     target_size: str | None = _setting(
         None, "choose bits and dim within 1.0MB or 40kB, for what the plan leaves open", _MODEL
     )
-    out: str | None = _setting(None, "the folder of the run; must not exist yet", _MODEL)
+    out: str | None = _setting(None, "the folder of the run; must not exist yet, or be empty", _MODEL)
 
     epochs: int = _setting(10, "of training", _TRAINING, least=0)
     batch_size: int | None = _setting(None, "in each process; without: 64 images or 32 texts", _TRAINING, least=1)
@@ -135,9 +136,17 @@ def make(*layers: dict[str, Any]) -> Settings:
                 raise Problem(f"there is no setting '{key}': {hint}")
             values[name] = _checked(name, value)
     settings = Settings(**values)
-    if settings.label_share > 1 or settings.warmup > 1:
-        name = "label_share" if settings.label_share > 1 else "warmup"
-        raise Problem(f"{flag(name)} is a share, from 0 to 1, and not {getattr(settings, name):g}")
+    for name in ("label_share", "warmup", "label_smoothing"):
+        if getattr(settings, name) > 1:
+            raise Problem(f"{flag(name)} is a share, from 0 to 1, and not {getattr(settings, name):g}")
+    for name in ("temperature", "clip"):
+        if getattr(settings, name) == 0:
+            raise Problem(f"{flag(name)} must be more than 0")
+    for name in ("label_share", "temperature"):
+        if settings.teacher == "none" and getattr(settings, name) != FIELDS[name].default:
+            raise Problem(f"{flag(name)} is about a teacher: give --teacher self, or leave it out")
+    if settings.seed >= 2**63:
+        raise Problem(f"--seed must be less than 2^63, and not {settings.seed}")
     return settings
 
 
@@ -154,8 +163,9 @@ def _checked(name: str, value: Any) -> Any:
         value = str(value)  # a number in a config file
     if name in ("autocast", "weights", "teacher") and value is False:
         value = "no" if name == "autocast" else "none"  # YAML reads an unquoted `no` as false
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+    if wanted is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            value = float(value)  # text: YAML takes 1e-3 for that
     if not isinstance(value, wanted) or isinstance(value, bool) or (wanted is float and not math.isfinite(value)):
         words = {str: "text", int: "a whole number", float: "a number"}
         raise Problem(f"{flag(name)} must be {words[wanted]}, and not {value!r}")

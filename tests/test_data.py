@@ -8,7 +8,7 @@ import PIL.Image
 import pytest
 import torch
 
-from dkm.data import batches, open_data, read_table
+from dkm.data import batches, open_data, read_table, rows_held_out
 from dkm.settings import Problem, Settings
 
 CLASSES = ("a", "b", "c")
@@ -139,6 +139,11 @@ def test_a_compressed_tar_file(images: Path, tmp_path: Path):
 
 
 # --- tables --------------------------------------------------------------------------------------
+
+
+def test_a_tenth_of_each_label_is_held_out():
+    assert rows_held_out([0, 1] * 20) == {18, 38, 19, 39}
+    assert rows_held_out(["a"] * 3 + ["b"]) == {2}
 
 
 def test_csv_tsv_and_parquet_say_the_same(tmp_path: Path):

@@ -43,7 +43,7 @@ def test_later_layers_win():
 
 def test_yaml(tmp_path: Path):
     pytest.importorskip("yaml")
-    (tmp_path / "c.yaml").write_text("epochs: 3\nautocast: no\nweights: none\nlr: 1.0e-3\ndata: [a, b]\ntau: 1.0e-4\n")
+    (tmp_path / "c.yaml").write_text("epochs: 3\nautocast: no\nweights: none\nlr: 1e-3\ndata: [a, b]\ntau: 1.0e-4\n")
     wanted = Settings(epochs=3, autocast="no", weights="none", lr=1e-3, data=("a", "b"), tau="0.0001")
     assert make(read(tmp_path / "c.yaml")) == wanted
 

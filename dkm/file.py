@@ -33,7 +33,7 @@ from .clustered import Clustered, stored_dtype
 from .codec import pack, unpack
 from .compress import check_dtype, rounded
 from .functional import from_vectors
-from .plan import Plan, Row, parameters
+from .plan import Plan, Row, parameters, unwrapped
 from .sharded import is_first, on_first, reshard, whole
 
 VERSION = 1
@@ -93,10 +93,11 @@ def load(path: str | os.PathLike, into: nn.Module | None = None) -> nn.Module | 
     state = decode(data, str(path))
     if into is None:
         return state
-    _check_match(state, into, path)
-    on_meta = any(tensor.is_meta for tensor in into.state_dict().values())
-    shared = [owned.owners for owned in parameters(into)]
-    into.load_state_dict(state, assign=on_meta)
+    model = unwrapped(into)
+    _check_match(state, model, path)
+    on_meta = any(tensor.is_meta for tensor in model.state_dict().values())
+    shared = [owned.owners for owned in parameters(model)]
+    model.load_state_dict(state, assign=on_meta)
     for (module, attribute), *others in shared if on_meta else ():  # assign makes a parameter for every name
         for other, alias in others:
             setattr(other, alias, getattr(module, attribute))
@@ -135,6 +136,7 @@ def size(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> Size:
 def encode(model: nn.Module, dtype: torch.dtype = torch.float16) -> bytes:
     """The bytes of the file.  Of a sharded model, all ranks call this and only the first gets them."""
     check_dtype(dtype)
+    model = unwrapped(model)
     writes = is_first(reshard(model))
     entries: dict[str, dict] = {}
     ties: dict[str, str] = {}

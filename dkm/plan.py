@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel
 
 from .clustered import MAX_BITS, Clustered
 
@@ -299,7 +300,7 @@ class Owned:
 def parameters(model: nn.Module) -> list[Owned]:
     """Every distinct parameter, tied ones once.  Names are those of the plain model, compressed or not."""
     found: dict[int, Owned] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
         if _is_ours(module):
             continue
         own = [(attribute, tensor) for attribute, tensor in module._parameters.items() if tensor is not None]
@@ -311,6 +312,17 @@ def parameters(model: nn.Module) -> list[Owned]:
             if not any(owner is module and held == attribute for owner, held in entry.owners):
                 entry.owners.append((module, attribute))
     return list(found.values())
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside what torch.compile, DistributedDataParallel or AveragedModel made of it."""
+    while True:
+        if "_orig_mod" in model._modules:  # torch.compile's
+            model = model._modules["_orig_mod"]
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, AveragedModel)):
+            model = model.module
+        else:
+            return model
 
 
 def _is_ours(module: nn.Module) -> bool:

@@ -685,3 +685,20 @@ def test_it_replaces_what_was_there(path):
     dkm.save(trained(), path)
     assert dkm.load(path)
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda m: torch.compile(m, backend="aot_eager"), torch.optim.swa_utils.AveragedModel],
+    ids=["compile", "ema"],
+)
+def test_names_are_those_of_the_model_inside(tmp_path, wrap):
+    plain = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    inside, model = copy.deepcopy(plain), wrap(plain)
+    dkm.compress_(model, "0.weight:3/2", tau=1e-3)
+    assert {row.name for row in dkm.size(model).rows} == {name for name, _ in inside.named_parameters()}
+    dkm.save(model, tmp_path / "m.dkm")
+    dkm.load(tmp_path / "m.dkm", into=inside)
+    other = wrap(copy.deepcopy(inside))
+    assert dkm.load(tmp_path / "m.dkm", into=other) is other
+    assert set(dkm.load(tmp_path / "m.dkm")) == set(inside.state_dict())

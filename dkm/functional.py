@@ -323,7 +323,8 @@ def check_options(tau, eps, max_iter, metric, impl, gradient) -> None:
 
 
 def check_tau(tau: float | Tensor) -> None:
-    """Raise ValueError unless tau is a positive finite number.  Tensors are not read: that would stall a GPU."""
-    # 1 / tau must be a number of float32
-    if not isinstance(tau, Tensor) and not (isinstance(tau, Real) and 1e-37 < tau < math.inf):
-        raise ValueError(f"tau must be a positive finite number, got {tau!r}; the paper's values are 5e-6 to 4e-4")
+    """Raise ValueError unless tau is a number that float32 can divide by.  Tensors are not read: a GPU would stall."""
+    if isinstance(tau, Tensor):
+        return
+    if not isinstance(tau, Real) or isinstance(tau, bool) or not 1e-37 <= tau < math.inf:
+        raise ValueError(f"tau must be a finite number of at least 1e-37, got {tau!r}; the paper's are 5e-6 to 4e-4")

@@ -357,6 +357,8 @@ def compress(settings: Settings, tell: Tell = silent, *, resume: bool = False) -
         plan = make_plan(model, text) if resume or settings.target_size is None else None
         if settings.target_size is not None:
             parse_size(settings.target_size)
+    if plan is not None and not any(row.bits for row in plan.rows):
+        raise Problem(f"the plan '{text}' clusters nothing: give a layer bits, as in 'cv:4/4'")
     checkpoint = _read_checkpoint(run / "checkpoints" / "last.pt", steps, world) if resume else None
 
     with _signals() as stop:
@@ -371,8 +373,6 @@ def compress(settings: Settings, tell: Tell = silent, *, resume: bool = False) -
             tell("line", {"text": f"choosing bits and dim for {settings.target_size} by what each costs the loss ..."})
             plan = _allocated(stage, model)
             text = plan.text
-        if not any(row.bits for row in plan.rows):
-            raise Problem(f"the plan '{text}' clusters nothing: give a layer bits, as in 'cv:4/4'")
         master = teacher(model) if settings.teacher == "self" else None
         with problems():
             compress_(

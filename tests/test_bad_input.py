@@ -46,7 +46,7 @@ def refused_and_untouched(model: nn.Module, call, *words: str) -> str:
 
 # --- arguments -----------------------------------------------------------------------------------
 
-TAU = [0, 0.0, -1, NAN, INF, "hot", None, [1e-3]]
+TAU = [True, 1e-40, 0, 0.0, -1, NAN, INF, "hot", None, [1e-3]]
 OPTIONS = [
     *(("tau", tau) for tau in TAU),
     ("eps", -1),

@@ -222,9 +222,7 @@ def _received(w, g, share, near, mean, c, h, o, scale, slope, UPDATE: tl.constex
 
 
 @triton.jit
-def _part_and_gradient(
-    G, W, order, start, part, N, UPDATE: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def _part_and_gradient(G, W, order, start, part, N, UPDATE: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr):
     exists, at, w = _part(W, order, start, part, N, BN, TILE)
     g = w
     if not UPDATE:
@@ -310,9 +308,7 @@ def gradient(
     order = dW.to(tl.pointer_type(tl.int32), bitcast=True)
     room += program * (TILE // 2 + TILE // BN * levels * 2)
     row = 2 * K
-    _find_windows(
-        W, order, trail + last * row, scale, room, N, K, 0, levels, program, programs, BK, BN, TILE, KB
-    )  # fmt: skip
+    _find_windows(W, order, trail + last * row, scale, room, N, K, 0, levels, program, programs, BK, BN, TILE, KB)
     for t in range(low, high):
         _find_windows(
             W, order, trail + t * row, scale, room, N, K, t - low + 1, levels, program, programs, BK, BN, TILE, KB

@@ -156,22 +156,23 @@ def _tiles(
     processors = 3 if INTERPRETED else each * torch.cuda.get_device_properties(device).multi_processor_count
     arguments = dict(
         PRODUCTS=products, EUCLIDEAN=euclidean, COUNTS=counts, D=d, DP=DP, DS=DS, E=E,
-        BK=BK, BN=BN, NK=NK, ROWS=4, CHUNK=64 if products else min(512, 1024 // E), TILE=8192 if windows else 0,
-        KB=triton.next_power_of_2(k), num_warps=warps, num_stages=stages,
+        BK=BK, BN=BN, NK=NK, TILE=8192 if windows else 0, KB=triton.next_power_of_2(k), num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
-    if INTERPRETED:  # a block at a time: few and large ones
-        arguments |= dict(ROWS=64, CHUNK=4)
-        if windows:
-            arguments |= dict(TILE=256, BN=64)
+    if INTERPRETED and windows:
+        arguments |= dict(TILE=256, BN=64)
     if registers is not None and not INTERPRETED:
         arguments["maxnreg"] = registers
-    if windows:  # the last one may begin anywhere
-        return _Tiles(n, (NK + 1) * BK, max(1, min(-(-n // arguments["TILE"]), processors)), arguments)
-    return _Tiles(n, NK * BK, max(1, min(-(-n // BN), processors)), arguments)
+    KP = (NK + windows) * BK  # the last window may begin anywhere
+    programs = max(1, min(-(-n // max(arguments["TILE"], BN)), processors))
+    # Sums over programs: all that take part at once, and what each of them reads, too.
+    rows = 64 if INTERPRETED else 1 if products and programs >= KP else 4
+    arguments |= dict(ROWS=rows, CHUNK=4 if INTERPRETED else min(512, (1024 if rows > 1 else 512) * 4 // (E * rows)))
+    return _Tiles(n, KP, programs, arguments)
 
 
-def _scratch(tiles: _Tiles, device: torch.device, state: int, tables: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros, the last of which is the barrier's counter; partial sums; `products`' tables or `windows`' room."""
+def _scratch(tiles: _Tiles, device: torch.device, tables: int) -> tuple[Tensor, Tensor]:
+    """Partial sums; `products`' tables or `windows`' room."""
     d, DS = tiles.arguments["D"], tiles.arguments["DS"]
     make = torch.empty if tiles.n else torch.zeros
     # a pointer is wanted even where there is nothing to point to
@@ -180,7 +181,6 @@ def _scratch(tiles: _Tiles, device: torch.device, state: int, tables: int) -> tu
     each = tile // 2 + (tile // tiles.arguments["BN"]) * 2 * tables
     room = torch.empty(tiles.programs * each, device=device) if tile else None
     return (
-        torch.zeros(state, device=device),
         make(tiles.programs, tiles.KP, d + 1, device=device),
         torch.empty(rows, 12 * DS, dtype=torch.bfloat16, device=device) if room is None else room,
     )
@@ -190,7 +190,8 @@ def _forward(W, counts, C, tau, eps, max_iter, metric, reduce, state: State | No
     k, d = C.shape
     windows = counts is None and by_windows(W, k, d, metric)
     tiles = _tiles(W.numel(), k, d, metric == "euclidean", counts is not None, windows, False, W.device)
-    moves, partial, Qs = _scratch(tiles, W.device, frame.HEADER.value + max_iter, max_iter + 1)
+    moves = torch.zeros(frame.HEADER.value + max_iter, device=W.device)
+    partial, Qs = _scratch(tiles, W.device, max_iter + 1)
     trail = torch.empty(max_iter + 1, k, d + 1, device=W.device)
     iterations = torch.empty((), dtype=torch.int64, device=W.device)
     W_tilde = torch.empty_like(W)
@@ -236,13 +237,13 @@ class _Backward:
         self.tiles = tiles = _tiles(
             W.numel(), self.k, self.d, metric == "euclidean", counts is not None, windows, True, W.device
         )
-        state, self.partial, Qs = _scratch(tiles, W.device, 1, self.max_iter + 1)
+        self.partial, Qs = _scratch(tiles, W.device, self.max_iter + 1)
         Hs = torch.empty_like(Qs if tiles.arguments["PRODUCTS"] else trail)
         self.us = torch.empty(self.max_iter + 1, self.k, self.d, device=W.device)
         self.dW = torch.empty_like(W)
         self.G = G
         self.common = (
-            W, W if counts is None else counts, trail, iterations, tau, self.us, Hs, Hs, Qs, state, self.partial
+            W, W if counts is None else counts, trail, iterations, tau, self.us, Hs, Hs, Qs, self.partial
         )  # fmt: skip
         self.sizes = W.numel(), tiles.n, self.k, tiles.KP
 

@@ -423,8 +423,8 @@ def _gradient_sums(
 
 @triton.jit(do_not_specialize=["n", "K", "KP", "P", "max_iter", "t", "slot", "target"])
 def backward_kernel(
-    G, W, counts, trail, iterations, tau, us, Hs, tables, Qs, state, partial, dW, N, n, K, KP, P, no_mass, max_iter,
-    t, slot, target, PHASE: tl.constexpr, MODE: tl.constexpr, OUTPUT: tl.constexpr, UPDATES: tl.constexpr,
+    G, W, counts, trail, iterations, tau, us, Hs, tables, Qs, partial, dW, N, n, K, KP, P, no_mass, max_iter, t,
+    slot, target, PHASE: tl.constexpr, MODE: tl.constexpr, OUTPUT: tl.constexpr, UPDATES: tl.constexpr,
     PUSH: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
@@ -444,7 +444,8 @@ def backward_kernel(
     scale = LOG2E / temperature
     slope = (1.0 if EUCLIDEAN else 2.0) / temperature
     used = tl.load(iterations).to(tl.int32)
-    counter = state.to(tl.pointer_type(tl.int32), bitcast=True)
+    # the mass of the first row, which nothing made: the forward pass left zero there
+    counter = (trail + D).to(tl.pointer_type(tl.int32), bitcast=True)
     if PHASE == ALL or PHASE == PREPARE:
         if PRODUCTS:
             for i in range(0, used):

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ..implicit import solve
 from ..reference import no_mass
-from . import frame, table
+from . import frame, table, windows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_D = 64
 # From so many weights on, a table of all 16-bit values is worth making: with more centroids than a few, and with few.
 TABLE, TABLE_FOR_FEW, FEW = 1 << 20, 1 << 23, 8
-# From so many float32 weights on, and with more centroids than one window has, it pays to put them in order.
-WINDOWS, WINDOW = 1 << 22, 32
+# From so many float32 weights on, and with more centroids than two windows have, it pays to put them in order.
+WINDOWS, WINDOW = 1 << 22, 16
 NO_MASS = no_mass(torch.float32)
 
 Reduce = Callable[[Tensor], Tensor]
@@ -115,7 +115,7 @@ def by_table(W: Tensor, k: int, d: int) -> bool:
 
 def by_windows(W: Tensor, k: int, d: int, metric: str) -> bool:
     """Whether to look at near centroids only."""
-    wide = k > WINDOW and WINDOWS <= W.numel() < 1 << 30  # it counts past the last weight
+    wide = k > 2 * WINDOW and WINDOWS <= W.numel() < 1 << 30  # it counts past the last weight
     return wide and d == 1 and W.dtype == torch.float32 and metric == "sqeuclidean"
 
 
@@ -177,7 +177,7 @@ def _scratch(tiles: _Tiles, device: torch.device, state: int, tables: int) -> tu
     # a pointer is wanted even where there is nothing to point to
     rows = tables * tiles.KP if tiles.arguments["PRODUCTS"] else 1
     tile = tiles.arguments["TILE"]
-    each = tile // 2 + (tile // tiles.arguments["BN"]) * 2 * tables
+    each = tile // 2 + tile // windows.PART.value * tables
     room = torch.empty(tiles.programs * each, device=device) if tile else None
     return (
         torch.zeros(state, device=device),

@@ -185,7 +185,7 @@ def _sums(
 ):  # fmt: skip
     if TILE:
         C = trail + t * K * 2
-        windows.sums(W, W_tilde, C, scale, partial, N, K, KP, program, programs, FIRST, BK, BN, TILE, KB)
+        windows.sums(W, W_tilde, C, scale, partial, Qs, N, K, KP, program, programs, FIRST, BK, BN, TILE)
     elif PRODUCTS:
         Q = Qs + t * KP * 12 * DS
         products.sums(W, Q, scale, partial, W_tilde, N, n, KP, program, programs, FIRST, D, DS, BK, BN, NK)
@@ -329,7 +329,7 @@ def forward_kernel(
                     tl.store(at, reached, mask=(ks < K)[:, None] & (column < D)[None, :])
         if TILE:
             C = trail + (t - 1) * row
-            windows.averages(W, C, scale, W_tilde, Qs, N, K, max_iter + 1, program, programs, BK, BN, TILE, KB)
+            windows.averages(W, C, scale, W_tilde, Qs, N, K, program, programs, BK, BN, TILE)
         elif t > 1:
             if PRODUCTS:
                 products.averages(
@@ -405,8 +405,8 @@ def _gradient_sums(
     if TILE:
         C = trail + t * K * 2
         windows.gradient_sums(
-            G, W, dW, C, C + K * 2, Hs + slot * K * 2, scale, slope, partial, N, K, KP, program, programs, UPDATE, BK,
-            BN, TILE, KB,
+            G, W, dW, C, C + K * 2, Hs + slot * K * 2, scale, slope, partial, Qs, N, K, KP, program, programs, UPDATE,
+            BK, BN, TILE,
         )  # fmt: skip
     elif PRODUCTS:
         products.gradient_sums(
@@ -511,8 +511,8 @@ def backward_kernel(
                 shift = max_iter - low
         if TILE:
             windows.gradient(
-                G, W, trail, Hs, scale, slope, dW, Qs, N, K, used - 1, low, high, shift, max_iter + 1, program,
-                programs, BK, BN, TILE, KB,
+                G, W, trail, Hs, scale, slope, dW, Qs, N, K, used - 1, low, high, shift, program, programs, BK, BN,
+                TILE,
             )  # fmt: skip
         elif PRODUCTS:
             products.gradient(

@@ -95,23 +95,23 @@ def _find_windows(
     smallest = _value(smallest & (-TILE))[None, :]
     largest = _value(largest | (TILE - 1))[None, :]
     farthest = tl.full((TILE // PART,), FAR, tl.float32)
-    for first in range(0, K, BK):
-        c = _centroids(C, first + tl.arange(0, BK), K, 2, FAR, 1, 1).trans(1, 0)
+    for begin in range(0, K, BK):
+        c = _centroids(C, begin + tl.arange(0, BK), K, 2, FAR, 1, 1).trans(1, 0)
         # none of the weights has none nearer
         farthest = tl.minimum(farthest, tl.min(tl.maximum(tl.abs(c - smallest), tl.abs(c - largest)), 0))
     reach = (farthest * farthest * 1.0001 + ZERO / scale)[None, :]
     low = tl.full((TILE // PART,), K - BK, tl.int32)
     high = tl.zeros((TILE // PART,), tl.int32)
-    for first in range(0, K, BK):
-        ks = first + tl.arange(0, BK)
+    for begin in range(0, K, BK):
+        ks = begin + tl.arange(0, BK)
         c = _centroids(C, ks, K, 2, FAR, 1, 1).trans(1, 0)
-        ks = ks[:, None]
         nearest = tl.maximum(tl.maximum(smallest - c, c - largest), 0.0)
-        matters = (nearest * nearest <= reach) & (ks < K) & (program * TILE + part < N)[None, :]
-        low = tl.minimum(low, tl.min(tl.where(matters, ks, K), 0))
-        high = tl.maximum(high, tl.max(tl.where(matters, ks + 1, 0), 0))
-    low = tl.reshape(low, (TILE // BN, BN // PART))
-    high = tl.reshape(high, (TILE // BN, BN // PART))
+        matters = nearest * nearest <= reach
+        low = tl.minimum(low, tl.min(tl.where(matters, ks[:, None], K), 0))
+        high = tl.maximum(high, tl.max(tl.where(matters, ks[:, None] + 1, 0), 0))
+    exists = program * TILE + part < N
+    low = tl.reshape(tl.where(exists, low, K - BK), (TILE // BN, BN // PART))
+    high = tl.reshape(tl.where(exists, high, 0), (TILE // BN, BN // PART))
     first = tl.min(low, 1)[:, None]
     one = tl.max(high - low, 1)[:, None] <= BK
     tiles = tl.where(one, 1, tl.cdiv(tl.max(high, 1)[:, None] - first, BK))
@@ -131,7 +131,9 @@ def _window(windows, part, BN: tl.constexpr):
 @triton.jit
 def _near(X, low, BK: tl.constexpr):
     """`(BK, BN)`: of `(k, 2)`, what begins at `low`; the first column."""
-    return tl.load(X + 2 * (low[None, :] + tl.arange(0, BK)[:, None]))
+    at = 2 * (low[None, :] + tl.arange(0, BK)[:, None])
+    # flat: the compiler would give the threads of a load rows, and everything after it, too
+    return tl.reshape(tl.load(X + tl.reshape(at, (at.numel,))), at.shape)
 
 
 @triton.jit
@@ -150,15 +152,19 @@ def _clear(partial, KP, BK: tl.constexpr):
 
 
 @triton.jit
-def _add(received, partial, windows, part, BK: tl.constexpr, BN: tl.constexpr):
-    """`(BK, BN)`, what the windows receive, to a column of this program's rows of `partial`."""
+def _add(received, mass, partial, windows, part, BK: tl.constexpr, BN: tl.constexpr):
+    """`(BK, BN)`, what the windows receive, to this program's rows of `partial`; of mass there may be None."""
     parts = tl.arange(0, BN // PART)
     low = tl.load(windows + part // PART + parts) & 0xFFFF
-    received = tl.sum(tl.reshape(received, (BK, BN // PART, PART)), 2)
     at = partial + 2 * (low[None, :] + tl.arange(0, BK)[:, None])
+    received = tl.sum(tl.reshape(received, (BK, BN // PART, PART)), 2)
+    if mass is not None:
+        mass = tl.sum(tl.reshape(mass, (BK, BN // PART, PART)), 2)
     for i in range(0, BN // PART):  # one after the other: windows overlap
         now = (parts == i)[None, :]
         tl.store(at, tl.load(at, mask=now, other=0.0) + received, mask=now)
+        if mass is not None:
+            tl.store(at + 1, tl.load(at + 1, mask=now, other=0.0) + mass, mask=now)
         tl.debug_barrier()
 
 
@@ -208,8 +214,7 @@ def sums(
                 acc += P * (w * share)[None, :]
                 mass += P * share[None, :]
                 at, next_at, w = next_at, ahead, next_w
-            _add(acc, partial, windows, part, BK, BN)
-            _add(mass, partial + 1, windows, part, BK, BN)
+            _add(acc, mass, partial, windows, part, BK, BN)
         else:
             near_C = C + 2 * first
             c0 = _centroids(near_C, tl.arange(0, BK), K - first, 2, FAR, 1, 1)
@@ -337,7 +342,7 @@ def gradient_sums(
                 if not UPDATE:
                     acc += P * (g * share)[None, :]
                 at, next_at, w, g = next_at, ahead, next_w, next_g
-            _add(acc, partial, windows, part, BK, BN)
+            _add(acc, None, partial, windows, part, BK, BN)
         else:
             near_C, near_next, near_H = C + 2 * first, C_next + 2 * first, H + 2 * first
             c0, h0, o0 = _tables(near_C, near_next, near_H, tl.arange(0, BK), K - first, UPDATE, 1, 1)

@@ -157,7 +157,7 @@ def _tiles(
     arguments = dict(
         PRODUCTS=products, EUCLIDEAN=euclidean, COUNTS=counts, D=d, DP=DP, DS=DS, E=E,
         BK=BK, BN=BN, NK=NK, ROWS=4, CHUNK=64 if products else min(512, 1024 // E), TILE=8192 if windows else 0,
-        KB=triton.next_power_of_2(k), num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if INTERPRETED:  # a block at a time: few and large ones
         arguments |= dict(ROWS=64, CHUNK=4)

@@ -181,7 +181,7 @@ def _move(
 def _sums(
     W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS: tl.constexpr,
     EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr, FIRST: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     if TILE:
         C = trail + t * K * 2
@@ -200,18 +200,18 @@ def _sums(
 def _iteration(
     W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS: tl.constexpr,
     EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The sums of iteration t; of the first one W_tilde as well, or what `windows` keeps there."""
     if t == 0:
         _sums(
             W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
-            COUNTS, D, DP, DS, BK, BN, NK, TILE, KB, True,
+            COUNTS, D, DP, DS, BK, BN, NK, TILE, True,
         )  # fmt: skip
     else:
         _sums(
             W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
-            COUNTS, D, DP, DS, BK, BN, NK, TILE, KB, False,
+            COUNTS, D, DP, DS, BK, BN, NK, TILE, False,
         )  # fmt: skip
 
 
@@ -221,7 +221,7 @@ def forward_kernel(
     no_mass, max_iter, hot, decay, relative, steps, t, PHASE: tl.constexpr, STATEFUL: tl.constexpr,
     PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Up to max_iter iterations, then W_tilde = A C with the A and the C that belong together.
 
@@ -277,7 +277,7 @@ def forward_kernel(
         while (t < max_iter) & (running != 0):
             _iteration(
                 W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
-                COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
+                COUNTS, D, DP, DS, BK, BN, NK, TILE,
             )  # fmt: skip
             _barrier(counter, programs)
             _move(
@@ -301,7 +301,7 @@ def forward_kernel(
     if PHASE == SUMS:
         _iteration(
             W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
-            COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
+            COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
     if PHASE == FOLD:
         _fold_rows(partial, P, KP, program, programs, D, E, ROWS, CHUNK)
@@ -400,7 +400,7 @@ def _gradient_sums(
     G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program, programs,
     UPDATE: tl.constexpr, PUSH: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr,
     COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    NK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
+    NK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     if TILE:
         C = trail + t * K * 2
@@ -427,7 +427,7 @@ def backward_kernel(
     t, slot, target, PHASE: tl.constexpr, MODE: tl.constexpr, OUTPUT: tl.constexpr, UPDATES: tl.constexpr,
     PUSH: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """From the last iteration to the first, what the centroids receive, `us`; then dW, through all of them at once.
 
@@ -457,7 +457,7 @@ def backward_kernel(
             _barrier(counter, programs)
         _gradient_sums(
             G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, used - 1, 0, program,
-            programs, False, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
+            programs, False, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
         _barrier(counter, programs)
         _take(
@@ -469,7 +469,7 @@ def backward_kernel(
             i = used - back
             _gradient_sums(
                 G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, i, i + 1, program,
-                programs, True, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
+                programs, True, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
             )  # fmt: skip
             _barrier(counter, programs)
             _take(
@@ -489,7 +489,7 @@ def backward_kernel(
     if PHASE == SUMS:
         _gradient_sums(
             G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program,
-            programs, not OUTPUT, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
+            programs, not OUTPUT, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
     if PHASE == FOLD:
         _fold_rows(partial, P, KP, program, programs, D, E, ROWS, CHUNK)

@@ -21,13 +21,14 @@ from torch import Tensor
 from ..implicit import solve
 from ..reference import no_mass
 from . import frame, table
+from .windows import PART
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_D = 64
 # From so many weights on, a table of all 16-bit values is worth making: with more centroids than a few, and with few.
 TABLE, TABLE_FOR_FEW, FEW = 1 << 20, 1 << 23, 8
-# From so many float32 weights on, and with more centroids than one window has, it pays to put them in order.
-WINDOWS, WINDOW = 1 << 22, 32
+# From so many float32 weights on, and with more centroids than two windows have, it pays to put them in order.
+WINDOWS, WINDOW = 1 << 22, 16
 NO_MASS = no_mass(torch.float32)
 
 Reduce = Callable[[Tensor], Tensor]
@@ -115,7 +116,7 @@ def by_table(W: Tensor, k: int, d: int) -> bool:
 
 def by_windows(W: Tensor, k: int, d: int, metric: str) -> bool:
     """Whether to look at near centroids only."""
-    wide = k > WINDOW and WINDOWS <= W.numel() < 1 << 30  # it counts past the last weight
+    wide = k > 2 * WINDOW and WINDOWS <= W.numel() < 1 << 30  # it counts past the last weight
     return wide and d == 1 and W.dtype == torch.float32 and metric == "sqeuclidean"
 
 
@@ -145,7 +146,8 @@ def _tiles(
         BK, BN, warps = 64, 64, 4
         each, registers = (3, 168) if DS == 8 or (DS == 16 and not backward) else (2 if DS == 16 else 1, None)
     elif windows:
-        BK, BN, warps, each, registers = WINDOW, 128, 4, 3, 168
+        BK, BN, warps = WINDOW, 128, 4
+        each, registers = (3, 168) if backward else (4, 128)
     else:
         # what a thread holds of a tile, whole columns of it, must fit its registers
         BK = min(BK, max(2, 128 // DP)) if d > 1 else BK if BK <= 32 else 16
@@ -156,8 +158,7 @@ def _tiles(
     processors = 3 if INTERPRETED else each * torch.cuda.get_device_properties(device).multi_processor_count
     arguments = dict(
         PRODUCTS=products, EUCLIDEAN=euclidean, COUNTS=counts, D=d, DP=DP, DS=DS, E=E,
-        BK=BK, BN=BN, NK=NK, TILE=8192 if windows else 0, KB=triton.next_power_of_2(k), num_warps=warps,
-        num_stages=stages,
+        BK=BK, BN=BN, NK=NK, TILE=8192 if windows else 0, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if INTERPRETED and windows:
         arguments |= dict(TILE=256, BN=64)
@@ -165,9 +166,14 @@ def _tiles(
         arguments["maxnreg"] = registers
     KP = (NK + windows) * BK  # the last window may begin anywhere
     programs = max(1, min(-(-n // max(arguments["TILE"], BN)), processors))
-    # Sums over programs: all that take part at once, and what each of them reads, too.
-    rows = 64 if INTERPRETED else 1 if products and programs >= KP else 4
-    arguments |= dict(ROWS=rows, CHUNK=4 if INTERPRETED else min(512, (1024 if rows > 1 else 512) * 4 // (E * rows)))
+    # sums over programs: everybody takes part, and reads as much at once as fits the registers
+    if INTERPRETED:
+        rows, chunk = 64, 4
+    elif products:
+        rows, chunk = (1, 256) if programs >= KP else (4, 64)
+    else:
+        rows, chunk = 4, min(512, 1024 // E)
+    arguments |= dict(ROWS=rows, CHUNK=chunk)
     return _Tiles(n, KP, programs, arguments)
 
 
@@ -178,7 +184,7 @@ def _scratch(tiles: _Tiles, device: torch.device, tables: int) -> tuple[Tensor, 
     # a pointer is wanted even where there is nothing to point to
     rows = tables * tiles.KP if tiles.arguments["PRODUCTS"] else 1
     tile = tiles.arguments["TILE"]
-    each = tile // 2 + (tile // tiles.arguments["BN"]) * 2 * tables
+    each = tile // 2 + tile // PART.value * tables
     room = torch.empty(tiles.programs * each, device=device) if tile else None
     return (
         make(tiles.programs, tiles.KP, d + 1, device=device),
@@ -191,7 +197,7 @@ def _forward(W, counts, C, tau, eps, max_iter, metric, reduce, state: State | No
     windows = counts is None and by_windows(W, k, d, metric)
     tiles = _tiles(W.numel(), k, d, metric == "euclidean", counts is not None, windows, False, W.device)
     moves = torch.zeros(frame.HEADER.value + max_iter, device=W.device)
-    partial, Qs = _scratch(tiles, W.device, max_iter + 1)
+    partial, Qs = _scratch(tiles, W.device, 1 if windows else max_iter + 1)
     trail = torch.empty(max_iter + 1, k, d + 1, device=W.device)
     iterations = torch.empty((), dtype=torch.int64, device=W.device)
     W_tilde = torch.empty_like(W)

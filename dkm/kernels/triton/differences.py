@@ -29,8 +29,10 @@ def _centroids(C, ks, K, STRIDE: tl.constexpr, other, D: tl.constexpr, DP: tl.co
 
 @triton.jit
 def _distance(w, c, EUCLIDEAN: tl.constexpr):
-    """`(BK, BN)`."""
+    """`(BK, BN)`; where `_logits` squares them, not yet squared."""
     difference = w[:, None, :] - c[:, :, None]
+    if w.shape[0] == 1:
+        return tl.sum(tl.abs(difference), 0)
     result = tl.sum(difference * difference, 0)
     if EUCLIDEAN:
         result = tl.sqrt(result)
@@ -38,15 +40,25 @@ def _distance(w, c, EUCLIDEAN: tl.constexpr):
 
 
 @triton.jit
+def _logits(near, L, scale, EUCLIDEAN: tl.constexpr, D: tl.constexpr):
+    """Relative to that of the nearest, in units of log 2."""
+    if D == 1 and not EUCLIDEAN:
+        # near^2 - L^2, without rounding the squares: of near ones and low temperatures, it is all that matters
+        return (near - L) * scale * (near + L)
+    return (near - L) * scale
+
+
+@triton.jit
 def _statistics(w, c0, C, K, scale, D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, NK, EUCLIDEAN: tl.constexpr):
     """Of each vector: the distance to the nearest centroid, and the softmax denominator relative to it."""
     L = _distance(w, c0, EUCLIDEAN)
     near = tl.min(L, 0)
-    z = tl.sum(tl.exp2((near[None, :] - L) * scale), 0)
+    z = tl.sum(tl.exp2(_logits(near[None, :], L, scale, EUCLIDEAN, D)), 0)
     for tile in range(1, NK):
         L = _distance(w, _centroids(C, tile * BK + tl.arange(0, BK), K, D + 1, FAR, D, DP), EUCLIDEAN)
         nearer = tl.minimum(near, tl.min(L, 0))
-        z = z * tl.exp2((nearer - near) * scale) + tl.sum(tl.exp2((nearer[None, :] - L) * scale), 0)
+        fade = tl.exp2(_logits(nearer, near, scale, EUCLIDEAN, D))
+        z = z * fade + tl.sum(tl.exp2(_logits(nearer[None, :], L, scale, EUCLIDEAN, D)), 0)
         near = nearer
     return near, z
 
@@ -89,7 +101,7 @@ def sums(
                 c = c0
             else:
                 c = _centroids(C, ks, K, D + 1, FAR, D, DP)
-            P = tl.exp2((near[None, :] - _distance(w, c, EUCLIDEAN)) * scale)
+            P = tl.exp2(_logits(near[None, :], _distance(w, c, EUCLIDEAN), scale, EUCLIDEAN, D))
             if FIRST:
                 average += tl.sum(P[None, :, :] * c[:, :, None], 1)
             received = P[None, :, :] * (w * share[None, :])[:, None, :]
@@ -115,11 +127,11 @@ def averages(
         rows = first + tl.arange(0, BN)
         w = _vectors(W, N, rows, D, DP)
         near, z = _statistics(w, c0, C, K, scale, D, DP, BK, NK, EUCLIDEAN)
-        P = tl.exp2((near[None, :] - _distance(w, c0, EUCLIDEAN)) * scale)
+        P = tl.exp2(_logits(near[None, :], _distance(w, c0, EUCLIDEAN), scale, EUCLIDEAN, D))
         result = tl.sum(P[None, :, :] * c0[:, :, None], 1)
         for tile in range(1, NK):
             c = _centroids(C, tile * BK + tl.arange(0, BK), K, D + 1, FAR, D, DP)
-            P = tl.exp2((near[None, :] - _distance(w, c, EUCLIDEAN)) * scale)
+            P = tl.exp2(_logits(near[None, :], _distance(w, c, EUCLIDEAN), scale, EUCLIDEAN, D))
             result += tl.sum(P[None, :, :] * c[:, :, None], 1)
         _store(result / z[None, :], W_tilde, rows, N, False, D, DP)
 
@@ -156,11 +168,11 @@ def _mean(
     BK: tl.constexpr, NK, EUCLIDEAN: tl.constexpr,
 ):  # fmt: skip
     """`(BN,)`: sum_j A dA."""
-    P = tl.exp2((near[None, :] - _distance(w, c0, EUCLIDEAN)) * scale)
+    P = tl.exp2(_logits(near[None, :], _distance(w, c0, EUCLIDEAN), scale, EUCLIDEAN, D))
     total = tl.sum(P * _dA(w, g, c0, h0, o0, UPDATE, D), 0)
     for tile in range(1, NK):
         c, h, o = _tables(C, C_next, H, tile * BK + tl.arange(0, BK), K, UPDATE, D, DP)
-        P = tl.exp2((near[None, :] - _distance(w, c, EUCLIDEAN)) * scale)
+        P = tl.exp2(_logits(near[None, :], _distance(w, c, EUCLIDEAN), scale, EUCLIDEAN, D))
         total += tl.sum(P * _dA(w, g, c, h, o, UPDATE, D), 0)
     return total / z
 
@@ -169,7 +181,7 @@ def _mean(
 def _through_softmax(w, g, near, mean, c, h, o, scale, UPDATE: tl.constexpr, D: tl.constexpr, EUCLIDEAN: tl.constexpr):
     """P, and P (dA - mean) over the plain distance where that is the metric."""
     L = _distance(w, c, EUCLIDEAN)
-    P = tl.exp2((near[None, :] - L) * scale)
+    P = tl.exp2(_logits(near[None, :], L, scale, EUCLIDEAN, D))
     e = P * (_dA(w, g, c, h, o, UPDATE, D) - mean[None, :])
     if EUCLIDEAN:
         e = tl.where(L > 0, e / L, 0.0)

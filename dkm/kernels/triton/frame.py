@@ -181,11 +181,11 @@ def _move(
 def _sums(
     W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS: tl.constexpr,
     EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr, FIRST: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     if TILE:
         C = trail + t * K * 2
-        windows.sums(W, W_tilde, C, scale, partial, N, K, KP, program, programs, FIRST, BK, BN, TILE, KB)
+        windows.sums(W, W_tilde, C, scale, partial, Qs, N, K, KP, program, programs, FIRST, BK, BN, TILE)
     elif PRODUCTS:
         Q = Qs + t * KP * 12 * DS
         products.sums(W, Q, scale, partial, W_tilde, N, n, KP, program, programs, FIRST, D, DS, BK, BN, NK)
@@ -200,18 +200,18 @@ def _sums(
 def _iteration(
     W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS: tl.constexpr,
     EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The sums of iteration t; of the first one W_tilde as well, or what `windows` keeps there."""
     if t == 0:
         _sums(
             W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
-            COUNTS, D, DP, DS, BK, BN, NK, TILE, KB, True,
+            COUNTS, D, DP, DS, BK, BN, NK, TILE, True,
         )  # fmt: skip
     else:
         _sums(
             W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
-            COUNTS, D, DP, DS, BK, BN, NK, TILE, KB, False,
+            COUNTS, D, DP, DS, BK, BN, NK, TILE, False,
         )  # fmt: skip
 
 
@@ -221,7 +221,7 @@ def forward_kernel(
     no_mass, max_iter, hot, decay, relative, steps, t, PHASE: tl.constexpr, STATEFUL: tl.constexpr,
     PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Up to max_iter iterations, then W_tilde = A C with the A and the C that belong together.
 
@@ -277,7 +277,7 @@ def forward_kernel(
         while (t < max_iter) & (running != 0):
             _iteration(
                 W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
-                COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
+                COUNTS, D, DP, DS, BK, BN, NK, TILE,
             )  # fmt: skip
             _barrier(counter, programs)
             _move(
@@ -301,7 +301,7 @@ def forward_kernel(
     if PHASE == SUMS:
         _iteration(
             W, counts, trail, Qs, scale, partial, W_tilde, N, n, K, KP, t, program, programs, PRODUCTS, EUCLIDEAN,
-            COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
+            COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
     if PHASE == FOLD:
         _fold_rows(partial, P, KP, program, programs, D, E, ROWS, CHUNK)
@@ -329,7 +329,7 @@ def forward_kernel(
                     tl.store(at, reached, mask=(ks < K)[:, None] & (column < D)[None, :])
         if TILE:
             C = trail + (t - 1) * row
-            windows.averages(W, C, scale, W_tilde, Qs, N, K, max_iter + 1, program, programs, BK, BN, TILE, KB)
+            windows.averages(W, C, scale, W_tilde, Qs, N, K, program, programs, BK, BN, TILE)
         elif t > 1:
             if PRODUCTS:
                 products.averages(
@@ -400,13 +400,13 @@ def _gradient_sums(
     G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program, programs,
     UPDATE: tl.constexpr, PUSH: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr,
     COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    NK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
+    NK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     if TILE:
         C = trail + t * K * 2
         windows.gradient_sums(
-            G, W, dW, C, C + K * 2, Hs + slot * K * 2, scale, slope, partial, N, K, KP, program, programs, UPDATE, BK,
-            BN, TILE, KB,
+            G, W, dW, C, C + K * 2, Hs + slot * K * 2, scale, slope, partial, Qs, N, K, KP, program, programs, UPDATE,
+            BK, BN, TILE,
         )  # fmt: skip
     elif PRODUCTS:
         products.gradient_sums(
@@ -427,7 +427,7 @@ def backward_kernel(
     slot, target, PHASE: tl.constexpr, MODE: tl.constexpr, OUTPUT: tl.constexpr, UPDATES: tl.constexpr,
     PUSH: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """From the last iteration to the first, what the centroids receive, `us`; then dW, through all of them at once.
 
@@ -458,7 +458,7 @@ def backward_kernel(
             _barrier(counter, programs)
         _gradient_sums(
             G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, used - 1, 0, program,
-            programs, False, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
+            programs, False, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
         _barrier(counter, programs)
         _take(
@@ -470,7 +470,7 @@ def backward_kernel(
             i = used - back
             _gradient_sums(
                 G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, i, i + 1, program,
-                programs, True, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
+                programs, True, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
             )  # fmt: skip
             _barrier(counter, programs)
             _take(
@@ -490,7 +490,7 @@ def backward_kernel(
     if PHASE == SUMS:
         _gradient_sums(
             G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program,
-            programs, not OUTPUT, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE, KB,
+            programs, not OUTPUT, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
     if PHASE == FOLD:
         _fold_rows(partial, P, KP, program, programs, D, E, ROWS, CHUNK)
@@ -512,8 +512,8 @@ def backward_kernel(
                 shift = max_iter - low
         if TILE:
             windows.gradient(
-                G, W, trail, Hs, scale, slope, dW, Qs, N, K, used - 1, low, high, shift, max_iter + 1, program,
-                programs, BK, BN, TILE, KB,
+                G, W, trail, Hs, scale, slope, dW, Qs, N, K, used - 1, low, high, shift, program, programs, BK, BN,
+                TILE,
             )  # fmt: skip
         elif PRODUCTS:
             products.gradient(

@@ -1,9 +1,13 @@
 """d = 1 in float32 with many centroids: only near ones matter.
 
 In float32 the attention of a weight to a centroid some way off is zero, exactly.  A tile of weights is put in order, so
-that those next to each other attend to the same few centroids, a window of them; the rest of the way is `differences`,
-on windows instead of all centroids.  Tiles are not put in one order with the others: their distributions are alike, and
-so are the windows of a part (the smallest weights, the next ones, ...) of all the tiles of a program.
+that those next to each other attend to the same few centroids, a window of them.  Tiles are not put in one order with
+the others: their distributions are alike, and so are the windows of a part (the smallest weights, the next ones, ...)
+of all the tiles of a program.
+
+A part is the weights of a warp, one a thread: BN of them are BN / 32 parts, each with a window of its own, and of the
+`(BK, BN)` attention a thread has a column.  Parts that some window of BK centroids does not do for, where temperatures
+are high or weights are few, have one window of several tiles for all BN: the way of `differences`.
 
 The order is kept where the result will be, W_tilde or dW, until it comes: the places of a tile's weights, from the
 smallest weight to the largest.  A tile that gets its result has them in the `room` of the program, meanwhile.
@@ -14,11 +18,31 @@ A window covers what it must whatever the order of the centroids; it is small if
 import triton
 import triton.language as tl
 
-from .differences import FAR, _centroids, _deposit, _distance, _mean, _pushed, _statistics, _tables, _through_softmax
+from .differences import (
+    FAR,
+    _centroids,
+    _deposit,
+    _distance,
+    _logits,
+    _mean,
+    _pushed,
+    _statistics,
+    _tables,
+    _through_softmax,
+)
 
 LAST = tl.constexpr(0x7FFFFFFF)  # the key after all others
-ZERO = tl.constexpr(151.0)  # 2^-151 is zero, also where there are subnormal numbers
-MANY = tl.constexpr(64)  # tiles looked at together
+ZERO = tl.constexpr(127.0)  # a GPU's 2^-127 is zero
+PART = tl.constexpr(32)  # weights, those of a warp
+
+
+@triton.jit
+def _exchange(x, STRIDE: tl.constexpr):
+    """Of the elements STRIDE apart, the smaller first: pairs in a thread or in a warp need no shared memory."""
+    pairs = tl.reshape(x, (x.numel // (2 * STRIDE), 2, STRIDE))
+    other = tl.sum(pairs, 1, keep_dims=True) - pairs
+    second = tl.arange(0, 2)[None, :, None] == 1
+    return tl.reshape(tl.where((pairs > other) != second, other, pairs), x.shape)
 
 
 @triton.jit
@@ -33,47 +57,102 @@ def _put_in_order(W, order, N, program, programs, TILE: tl.constexpr):
         bits = tl.load(W.to(tl.pointer_type(tl.int32), bitcast=True) + first + place, mask=first + place < N, other=0)
         key = bits ^ ((bits >> 31) & LAST)  # integers in the order of the floats
         x = (tl.where(first + place < N, key, LAST) & (-TILE)) | place
-        # bitonic, as a loop: tl.sort is unrolled, which takes a minute to compile
+        # bitonic, the sizes as a loop: tl.sort is unrolled, which takes a minute to compile
+        x ^= -(place & 1)  # runs that are to descend are turned round, and so ascend
         size = 2
         while size <= TILE:
-            stride = size // 2
-            while stride > 0:
-                y = tl.gather(x, place ^ stride, 0)
-                x = tl.where(((place & stride) == 0) == ((place & size) == 0), tl.minimum(x, y), tl.maximum(x, y))
-                stride //= 2
+            x ^= tl.where(((place ^ (place >> 1)) & (size // 2)) == 0, 0, -1)
+            for i in tl.static_range(1, 14):
+                if TILE >> i > 0:
+                    if TILE >> i < size:
+                        x = _exchange(x, TILE >> i)
             size *= 2
         tl.store(order + first + place, x, mask=first + place < N)
     tl.debug_barrier()
 
 
+# A program's room: the places in a tile, 16 bit each.  Past all of these, for each row of the trail in question and
+# each program, the windows of its parts: where they begin, and above 16 bits how many tiles they have.
+
+
 @triton.jit
-def _extremes(W, order, N, part, program, programs, BN: tl.constexpr, TILE: tl.constexpr):
-    """The smallest and the largest weight in this part of this program's tiles."""
-    smallest = float("inf")
-    largest = -float("inf")
-    for first in range(program, tl.cdiv(N, TILE), programs * MANY):
-        start = (first + tl.arange(0, MANY) * programs) * TILE
+def _places(room, program, TILE: tl.constexpr):
+    return (room + program * (TILE // 2)).to(tl.pointer_type(tl.int16), bitcast=True)
+
+
+@triton.jit
+def _windows(room, level, program, programs, TILE: tl.constexpr):
+    at = programs * (TILE // 2) + (level * programs + program) * (TILE // PART)
+    return (room + at).to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def _value(key):
+    return (key ^ ((key >> 31) & LAST)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _find_windows(
+    order, C, scale, windows, N, K, program, programs, BK: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr
+):
+    """The windows of all parts of this program's tiles: those of BN weights are one tile each, or one for all."""
+    part = tl.arange(0, TILE // PART) * PART
+    smallest = tl.full((TILE // PART,), LAST, tl.int32)
+    largest = -smallest
+    for start in range(program * TILE, N, programs * TILE):
         some = start + part < N
-        place = tl.load(order + start + part, mask=some, other=0) & (TILE - 1)
-        smallest = tl.minimum(smallest, tl.min(tl.load(W + start + place, mask=some, other=float("inf")), 0))
-        place = tl.load(order + tl.minimum(start + part + BN, N) - 1, mask=some, other=0) & (TILE - 1)
-        largest = tl.maximum(largest, tl.max(tl.load(W + start + place, mask=some, other=-float("inf")), 0))
-    return smallest, largest
+        smallest = tl.minimum(smallest, tl.load(order + start + part, mask=some, other=LAST))
+        largest = tl.maximum(largest, tl.load(order + tl.minimum(start + part + PART, N) - 1, mask=some, other=-LAST))
+    smallest = _value(smallest & (-TILE))[None, :]
+    largest = _value(largest | (TILE - 1))[None, :]
+    farthest = tl.full((TILE // PART,), FAR, tl.float32)
+    for begin in range(0, K, BK):
+        c = _centroids(C, begin + tl.arange(0, BK), K, 2, FAR, 1, 1).trans(1, 0)
+        # none of the weights has none nearer
+        farthest = tl.minimum(farthest, tl.min(tl.maximum(tl.abs(c - smallest), tl.abs(c - largest)), 0))
+    reach = (farthest * farthest * 1.0001 + ZERO / scale)[None, :]
+    low = tl.full((TILE // PART,), K - BK, tl.int32)
+    high = tl.zeros((TILE // PART,), tl.int32)
+    for begin in range(0, K, BK):
+        ks = begin + tl.arange(0, BK)
+        c = _centroids(C, ks, K, 2, FAR, 1, 1).trans(1, 0)
+        nearest = tl.maximum(tl.maximum(smallest - c, c - largest), 0.0)
+        matters = nearest * nearest <= reach
+        low = tl.minimum(low, tl.min(tl.where(matters, ks[:, None], K), 0))
+        high = tl.maximum(high, tl.max(tl.where(matters, ks[:, None] + 1, 0), 0))
+    exists = program * TILE + part < N
+    low = tl.reshape(tl.where(exists, low, K - BK), (TILE // BN, BN // PART))
+    high = tl.reshape(tl.where(exists, high, 0), (TILE // BN, BN // PART))
+    first = tl.min(low, 1)[:, None]
+    one = tl.max(high - low, 1)[:, None] <= BK
+    tiles = tl.where(one, 1, tl.cdiv(tl.max(high, 1)[:, None] - first, BK))
+    at = tl.arange(0, TILE // BN)[:, None] * (BN // PART) + tl.arange(0, BN // PART)[None, :]
+    tl.store(windows + at, tl.where(one, low, first) + (tiles << 16))
+    tl.debug_barrier()
 
 
 @triton.jit
-def _window(C, K, smallest, largest, scale, BK: tl.constexpr, KB: tl.constexpr):
-    """Where the centroids begin that a weight between these two may attend to, and how many tiles of them there are."""
-    smallest -= tl.abs(smallest) * 2.0**-9 + 1e-30  # the order is that of at least 10 bits of the mantissa
-    largest += tl.abs(largest) * 2.0**-9 + 1e-30
-    ks = tl.arange(0, KB)
-    c = tl.load(C + 2 * ks, mask=ks < K, other=FAR)
-    farthest = tl.min(tl.maximum(tl.abs(c - smallest), tl.abs(c - largest)), 0)  # none of the weights has none nearer
-    nearest = tl.maximum(tl.maximum(smallest - c, c - largest), 0.0)
-    matters = (ks < K) & (nearest * nearest <= farthest * farthest * 1.0001 + ZERO / scale)
-    low = tl.minimum(tl.min(tl.where(matters, ks, K), 0), K - BK)
-    high = tl.max(tl.where(matters, ks, -1), 0) + 1
-    return low, tl.maximum(tl.cdiv(high - low, BK), 1)
+def _window(windows, part, BN: tl.constexpr):
+    """`(BN,)`: where the windows of these weights begin; that of the first one; and how many tiles they have."""
+    low = tl.load(windows + (part + tl.arange(0, BN)) // PART) & 0xFFFF
+    first = tl.load(windows + part // PART)
+    return low, first & 0xFFFF, first >> 16
+
+
+@triton.jit
+def _near(X, low, BK: tl.constexpr):
+    """`(BK, BN)`: of `(k, 2)`, what begins at `low`; the first column."""
+    at = 2 * (low[None, :] + tl.arange(0, BK)[:, None])
+    # flat: the compiler would give the threads of a load rows, and everything after it, too
+    return tl.reshape(tl.load(X + tl.reshape(at, (at.numel,))), at.shape)
+
+
+@triton.jit
+def _attention(difference, scale):
+    """`(BK, BN)` and `(BN,)`: attention and its sum, relative to that of the nearest."""
+    L = tl.abs(difference)
+    P = tl.exp2(_logits(tl.min(L, 0)[None, :], L, scale, False, 1))
+    return P, tl.sum(P, 0)
 
 
 @triton.jit
@@ -84,156 +163,163 @@ def _clear(partial, KP, BK: tl.constexpr):
 
 
 @triton.jit
-def _part(W, order, start, part, N, BN: tl.constexpr, TILE: tl.constexpr):
-    """`(BN,)`: which of these weights exist, and where they are; and the weights, `(1, BN)`."""
+def _add(received, mass, partial, windows, part, BK: tl.constexpr, BN: tl.constexpr):
+    """`(BK, BN)`, what the windows receive, to this program's rows of `partial`; of mass there may be None."""
+    parts = tl.arange(0, BN // PART)
+    low = tl.load(windows + part // PART + parts) & 0xFFFF
+    at = partial + 2 * (low[None, :] + tl.arange(0, BK)[:, None])
+    received = tl.sum(tl.reshape(received, (BK, BN // PART, PART)), 2)
+    if mass is not None:
+        mass = tl.sum(tl.reshape(mass, (BK, BN // PART, PART)), 2)
+    for i in range(0, BN // PART):  # one after the other: windows overlap
+        now = (parts == i)[None, :]
+        tl.store(at, tl.load(at, mask=now, other=0.0) + received, mask=now)
+        if mass is not None:
+            tl.store(at + 1, tl.load(at + 1, mask=now, other=0.0) + mass, mask=now)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _part(order, start, part, N, BN: tl.constexpr, TILE: tl.constexpr):
+    """`(BN,)`: where these weights are, N for none."""
     rows = start + part + tl.arange(0, BN)
-    at = start + (tl.load(order + rows, mask=rows < N, other=0) & (TILE - 1))
-    return rows < N, at, tl.load(W + at, mask=rows < N, other=0.0)[None, :]
+    place = tl.load(order + rows, mask=rows < N, other=0) & (TILE - 1)
+    return tl.where(rows < N, start + place, N)
+
+
+@triton.jit
+def _at(X, at, N):
+    return tl.load(X + at, mask=at < N, other=0.0)
 
 
 @triton.jit
 def sums(
-    W, W_tilde, C, scale, partial, N, K, KP, program, programs, FIRST: tl.constexpr, BK: tl.constexpr,
-    BN: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
+    W, W_tilde, C, scale, partial, room, N, K, KP, program, programs, FIRST: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A^T [W, 1] of this program's weights; FIRST puts them in order."""
     partial += program * KP * 2
     order = W_tilde.to(tl.pointer_type(tl.int32), bitcast=True)
+    windows = _windows(room, 0, program, programs, TILE)
+    begin = program * TILE
+    step = programs * TILE
     _clear(partial, KP, BK)
     if FIRST:
         _put_in_order(W, order, N, program, programs, TILE)
-    for part in range(0, TILE, BN):
-        smallest, largest = _extremes(W, order, N, part, program, programs, BN, TILE)
-        if smallest <= largest:
-            low, tiles = _window(C, K, smallest, largest, scale, BK, KB)
-            near_C = C + 2 * low
-            ks = low + tl.arange(0, BK)
-            c0 = _centroids(near_C, tl.arange(0, BK), K - low, 2, FAR, 1, 1)
-            if tiles == 1:
-                acc = tl.zeros((1, BK, BN), tl.float32)
-                mass = tl.zeros((BK, BN), tl.float32)
-                exists, _at, w = _part(W, order, program * TILE, part, N, BN, TILE)
-                for start in range(program * TILE, N, programs * TILE):
-                    next_exists, _at, next_w = _part(W, order, start + programs * TILE, part, N, BN, TILE)  # ahead
-                    near, z = _statistics(w, c0, near_C, K - low, scale, 1, 1, BK, 1, False)
-                    share = tl.where(exists, 1.0 / z, 0.0)
-                    P = tl.exp2((near[None, :] - _distance(w, c0, False)) * scale)
-                    acc += P[None, :, :] * (w * share[None, :])[:, None, :]
-                    mass += P * share[None, :]
-                    exists, w = next_exists, next_w
-                _deposit(tl.sum(acc, 2), tl.sum(mass, 1), partial, ks, True, 1, 1)
-            else:
-                for start in range(program * TILE, N, programs * TILE):
-                    exists, _at, w = _part(W, order, start, part, N, BN, TILE)
-                    near, z = _statistics(w, c0, near_C, K - low, scale, 1, 1, BK, tiles, False)
-                    share = tl.where(exists, 1.0 / z, 0.0)
-                    for tile in range(0, tiles):
-                        c = _centroids(near_C, tile * BK + tl.arange(0, BK), K - low, 2, FAR, 1, 1)
-                        P = tl.exp2((near[None, :] - _distance(w, c, False)) * scale) * share[None, :]
-                        received = tl.sum(P[None, :, :] * w[:, None, :], 2)
-                        _deposit(received, tl.sum(P, 1), partial, tile * BK + ks, True, 1, 1)
-            tl.debug_barrier()  # windows overlap: the next part adds to what this one has written
-
-
-# A program's room: the places in a tile, 16 bit each; then for each part of the tiles and each row of the trail in
-# question, the window: where it begins, and how many tiles it has.
-
-
-@triton.jit
-def _windows(room, TILE: tl.constexpr):
-    return (room + TILE // 2).to(tl.pointer_type(tl.int32), bitcast=True)
+    _find_windows(order, C, scale, windows, N, K, program, programs, BK, BN, TILE)
+    for part in range(0, tl.minimum(TILE, N - begin), BN):
+        low, first, tiles = _window(windows, part, BN)
+        if tiles == 1:
+            c = _near(C, low, BK)
+            acc = tl.zeros((BK, BN), tl.float32)
+            mass = tl.zeros((BK, BN), tl.float32)
+            # places are read two tiles ahead, weights one
+            at = _part(order, begin, part, N, BN, TILE)
+            next_at = _part(order, begin + step, part, N, BN, TILE)
+            w = _at(W, at, N)
+            for start in range(begin, N, step):
+                ahead = _part(order, start + 2 * step, part, N, BN, TILE)
+                next_w = _at(W, next_at, N)
+                P, z = _attention(w[None, :] - c, scale)
+                share = tl.where(at < N, 1.0 / z, 0.0)
+                acc += P * (w * share)[None, :]
+                mass += P * share[None, :]
+                at, next_at, w = next_at, ahead, next_w
+            _add(acc, mass, partial, windows, part, BK, BN)
+        else:
+            near_C = C + 2 * first
+            c0 = _centroids(near_C, tl.arange(0, BK), K - first, 2, FAR, 1, 1)
+            for start in range(begin, N, step):
+                at = _part(order, start, part, N, BN, TILE)
+                w = _at(W, at, N)[None, :]
+                near, z = _statistics(w, c0, near_C, K - first, scale, 1, 1, BK, tiles, False)
+                share = tl.where(at < N, 1.0 / z, 0.0)
+                for tile in range(0, tiles):
+                    ks = tile * BK + tl.arange(0, BK)
+                    c = _centroids(near_C, ks, K - first, 2, FAR, 1, 1)
+                    P = tl.exp2(_logits(near[None, :], _distance(w, c, False), scale, False, 1)) * share[None, :]
+                    _deposit(tl.sum(P * w, 1)[None, :], tl.sum(P, 1), partial, first + ks, True, 1, 1)
+            tl.debug_barrier()  # the next part adds to what this one has written
 
 
 @triton.jit
-def _find_windows(
-    W, order, C, scale, room, N, K, level, levels, program, programs, BK: tl.constexpr, BN: tl.constexpr,
-    TILE: tl.constexpr, KB: tl.constexpr,
-):  # fmt: skip
-    for part in range(0, TILE, BN):
-        smallest, largest = _extremes(W, order, N, part, program, programs, BN, TILE)
-        low, tiles = _window(C, K, smallest, largest, scale, BK, KB)
-        at = _windows(room, TILE) + (part // BN * levels + level) * 2
-        tl.store(at, low)
-        tl.store(at + 1, tiles)
-
-
-@triton.jit
-def _read_window(room, part, level, levels, BN: tl.constexpr, TILE: tl.constexpr):
-    at = _windows(room, TILE) + (part // BN * levels + level) * 2
-    return tl.load(at), tl.load(at + 1)
-
-
-@triton.jit
-def _put_in_room(order, room, start, N, TILE: tl.constexpr):
+def _put_in_room(order, places, start, N, TILE: tl.constexpr):
     place = tl.arange(0, TILE)
     x = tl.load(order + start + place, mask=start + place < N, other=0)
     tl.debug_barrier()  # of the tile before, everything has been read
-    tl.store(room.to(tl.pointer_type(tl.int16), bitcast=True) + place, (x & (TILE - 1)).to(tl.int16))
+    tl.store(places + place, (x & (TILE - 1)).to(tl.int16))
     tl.debug_barrier()
 
 
 @triton.jit
-def _part_in_room(W, room, start, part, N, BN: tl.constexpr):
+def _part_in_room(places, start, part, N, BN: tl.constexpr, TILE: tl.constexpr):
     """`_part`, of a tile that is in the room."""
     rows = part + tl.arange(0, BN)
-    exists = start + rows < N
-    at = start + tl.load(room.to(tl.pointer_type(tl.int16), bitcast=True) + rows, mask=exists, other=0).to(tl.int32)
-    return exists, at, tl.load(W + at, mask=exists, other=0.0)[None, :]
+    exists = (rows < TILE) & (start + rows < N)
+    return tl.where(exists, start + tl.load(places + rows, mask=exists, other=0).to(tl.int32), N)
 
 
 @triton.jit
 def averages(
-    W, C, scale, W_tilde, room, N, K, levels, program, programs, BK: tl.constexpr, BN: tl.constexpr,
-    TILE: tl.constexpr, KB: tl.constexpr,
-):  # fmt: skip
+    W, C, scale, W_tilde, room, N, K, program, programs, BK: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr
+):
     """W_tilde = A C."""
     order = W_tilde.to(tl.pointer_type(tl.int32), bitcast=True)
-    room += program * (TILE // 2 + TILE // BN * levels * 2)
-    _find_windows(W, order, C, scale, room, N, K, 0, levels, program, programs, BK, BN, TILE, KB)
+    places = _places(room, program, TILE)
+    windows = _windows(room, 0, program, programs, TILE)
+    _find_windows(order, C, scale, windows, N, K, program, programs, BK, BN, TILE)
     for start in range(program * TILE, N, programs * TILE):
-        _put_in_room(order, room, start, N, TILE)
+        _put_in_room(order, places, start, N, TILE)
+        at = _part_in_room(places, start, 0, N, BN, TILE)
+        next_at = _part_in_room(places, start, BN, N, BN, TILE)
+        w = _at(W, at, N)
         for part in range(0, tl.minimum(N - start, TILE), BN):
-            exists, at, w = _part_in_room(W, room, start, part, N, BN)
-            low, tiles = _read_window(room, part, 0, levels, BN, TILE)
-            near_C = C + 2 * low
-            c0 = _centroids(near_C, tl.arange(0, BK), K - low, 2, FAR, 1, 1)
+            ahead = _part_in_room(places, start, part + 2 * BN, N, BN, TILE)
+            next_w = _at(W, next_at, N)
+            low, first, tiles = _window(windows, part, BN)
             if tiles == 1:
-                near, z = _statistics(w, c0, near_C, K - low, scale, 1, 1, BK, 1, False)
-                P = tl.exp2((near[None, :] - _distance(w, c0, False)) * scale)
-                total = tl.sum(P[None, :, :] * c0[:, :, None], 1)
+                c = _near(C, low, BK)
+                P, z = _attention(w[None, :] - c, scale)
+                total = tl.sum(P * c, 0)
             else:
-                near, z = _statistics(w, c0, near_C, K - low, scale, 1, 1, BK, tiles, False)
-                total = tl.zeros((1, BN), tl.float32)
+                near_C = C + 2 * first
+                c0 = _centroids(near_C, tl.arange(0, BK), K - first, 2, FAR, 1, 1)
+                near, z = _statistics(w[None, :], c0, near_C, K - first, scale, 1, 1, BK, tiles, False)
+                total = tl.zeros((BN,), tl.float32)
                 for tile in range(0, tiles):
-                    c = _centroids(near_C, tile * BK + tl.arange(0, BK), K - low, 2, FAR, 1, 1)
-                    P = tl.exp2((near[None, :] - _distance(w, c, False)) * scale)
-                    total += tl.sum(P[None, :, :] * c[:, :, None], 1)
-            tl.store(W_tilde + at[None, :], total / z[None, :], mask=exists[None, :])
+                    c = _centroids(near_C, tile * BK + tl.arange(0, BK), K - first, 2, FAR, 1, 1)
+                    P = tl.exp2(_logits(near[None, :], _distance(w[None, :], c, False), scale, False, 1))
+                    total += tl.sum(P * c.trans(1, 0), 0)
+            tl.store(W_tilde + at, total / z, mask=at < N)
+            at, next_at, w = next_at, ahead, next_w
 
 
 @triton.jit
-def _received(w, g, share, near, mean, c, h, o, scale, slope, UPDATE: tl.constexpr):
-    """`(1, BK, BN)`: what the centroids of a tile receive from each weight."""
-    P, e = _through_softmax(w, g, near, mean, c, h, o, scale, UPDATE, 1, False)
-    received = (e * (share * slope)[None, :])[None, :, :] * (w[:, None, :] - c[:, :, None])
-    if not UPDATE:
-        received += P[None, :, :] * (g * share[None, :])[:, None, :]
-    return received
+def _near_tables(C, C_next, H, low, UPDATE: tl.constexpr, BK: tl.constexpr):
+    """`(BK, BN)`: c, h and c' of the windows."""
+    c = _near(C, low, BK)
+    if UPDATE:
+        return c, _near(H, low, BK), _near(C_next, low, BK)
+    return c, c, c
 
 
 @triton.jit
-def _part_and_gradient(G, W, order, start, part, N, UPDATE: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr):
-    exists, at, w = _part(W, order, start, part, N, BN, TILE)
-    g = w
-    if not UPDATE:
-        g = tl.load(G + at, mask=exists, other=0.0)[None, :]
-    return exists, w, g
+def _through_attention(w, g, c, h, o, scale, UPDATE: tl.constexpr):
+    """w - c, P and P (dA - mean), `(BK, BN)`, and the sum of P, `(BN,)`."""
+    difference = w[None, :] - c
+    P, z = _attention(difference, scale)
+    if UPDATE:
+        dA = h * (w[None, :] - o)
+    else:
+        dA = -g[None, :] * difference  # g c, less g w, that all have in common
+    mean = tl.sum(P * dA, 0) / z
+    return difference, P, P * (dA - mean[None, :]), z
 
 
 @triton.jit
 def gradient_sums(
-    G, W, dW, C, C_next, H, scale, slope, partial, N, K, KP, program, programs, UPDATE: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
+    G, W, dW, C, C_next, H, scale, slope, partial, room, N, K, KP, program, programs, UPDATE: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """What the centroids receive, sum_i e (w - c) and, from the output, A g; the last column is zero.
 
@@ -241,89 +327,111 @@ def gradient_sums(
     """
     partial += program * KP * 2
     order = dW.to(tl.pointer_type(tl.int32), bitcast=True)
-    none = tl.zeros((BK,), tl.float32)
+    windows = _windows(room, 0, program, programs, TILE)
+    begin = program * TILE
+    step = programs * TILE
     _clear(partial, KP, BK)
     if not UPDATE:
         _put_in_order(W, order, N, program, programs, TILE)
-    for part in range(0, TILE, BN):
-        smallest, largest = _extremes(W, order, N, part, program, programs, BN, TILE)
-        if smallest <= largest:
-            low, tiles = _window(C, K, smallest, largest, scale, BK, KB)
-            near_C, near_next, near_H = C + 2 * low, C_next + 2 * low, H + 2 * low
-            ks = low + tl.arange(0, BK)
-            c0, h0, o0 = _tables(near_C, near_next, near_H, tl.arange(0, BK), K - low, UPDATE, 1, 1)
-            acc = tl.zeros((1, BK, BN), tl.float32)
-            exists, w, g = _part_and_gradient(G, W, order, program * TILE, part, N, UPDATE, BN, TILE)
-            for start in range(program * TILE, N, programs * TILE):
-                ahead = start + programs * TILE
-                next_exists, next_w, next_g = _part_and_gradient(G, W, order, ahead, part, N, UPDATE, BN, TILE)
-                if tiles == 1:
-                    near, z = _statistics(w, c0, near_C, K - low, scale, 1, 1, BK, 1, False)
-                    mean = _mean(
-                        w, g, near, z, c0, h0, o0, near_C, near_next, near_H, K - low, scale, UPDATE, 1, 1, BK, 1,
-                        False,
-                    )  # fmt: skip
-                    share = tl.where(exists, 1.0 / z, 0.0)
-                    acc += _received(w, g, share, near, mean, c0, h0, o0, scale, slope, UPDATE)
-                else:
-                    near, z = _statistics(w, c0, near_C, K - low, scale, 1, 1, BK, tiles, False)
-                    mean = _mean(
-                        w, g, near, z, c0, h0, o0, near_C, near_next, near_H, K - low, scale, UPDATE, 1, 1, BK, tiles,
-                        False,
-                    )  # fmt: skip
-                    share = tl.where(exists, 1.0 / z, 0.0)
-                    for tile in range(0, tiles):
-                        c, h, o = _tables(
-                            near_C, near_next, near_H, tile * BK + tl.arange(0, BK), K - low, UPDATE, 1, 1
-                        )
-                        received = _received(w, g, share, near, mean, c, h, o, scale, slope, UPDATE)
-                        _deposit(tl.sum(received, 2), none, partial, tile * BK + ks, True, 1, 1)
-                exists, w, g = next_exists, next_w, next_g
-            if tiles == 1:
-                _deposit(tl.sum(acc, 2), none, partial, ks, True, 1, 1)
+    _find_windows(order, C, scale, windows, N, K, program, programs, BK, BN, TILE)
+    for part in range(0, tl.minimum(TILE, N - begin), BN):
+        low, first, tiles = _window(windows, part, BN)
+        if tiles == 1:
+            c, h, o = _near_tables(C, C_next, H, low, UPDATE, BK)
+            acc = tl.zeros((BK, BN), tl.float32)
+            at = _part(order, begin, part, N, BN, TILE)
+            next_at = _part(order, begin + step, part, N, BN, TILE)
+            w = _at(W, at, N)
+            g = w if UPDATE else _at(G, at, N)
+            for start in range(begin, N, step):
+                ahead = _part(order, start + 2 * step, part, N, BN, TILE)
+                next_w = _at(W, next_at, N)
+                next_g = next_w if UPDATE else _at(G, next_at, N)
+                difference, P, e, z = _through_attention(w, g, c, h, o, scale, UPDATE)
+                share = tl.where(at < N, 1.0 / z, 0.0)
+                acc += e * difference * (share * slope)[None, :]
+                if not UPDATE:
+                    acc += P * (g * share)[None, :]
+                at, next_at, w, g = next_at, ahead, next_w, next_g
+            _add(acc, None, partial, windows, part, BK, BN)
+        else:
+            near_C, near_next, near_H = C + 2 * first, C_next + 2 * first, H + 2 * first
+            c0, h0, o0 = _tables(near_C, near_next, near_H, tl.arange(0, BK), K - first, UPDATE, 1, 1)
+            for start in range(begin, N, step):
+                at = _part(order, start, part, N, BN, TILE)
+                w = _at(W, at, N)[None, :]
+                g = w if UPDATE else _at(G, at, N)[None, :]
+                near, z = _statistics(w, c0, near_C, K - first, scale, 1, 1, BK, tiles, False)
+                mean = _mean(
+                    w, g, near, z, c0, h0, o0, near_C, near_next, near_H, K - first, scale, UPDATE, 1, 1, BK, tiles,
+                    False,
+                )  # fmt: skip
+                share = tl.where(at < N, 1.0 / z, 0.0)
+                for tile in range(0, tiles):
+                    ks = tile * BK + tl.arange(0, BK)
+                    c, h, o = _tables(near_C, near_next, near_H, ks, K - first, UPDATE, 1, 1)
+                    P, e = _through_softmax(w, g, near, mean, c, h, o, scale, UPDATE, 1, False)
+                    received = e * (w - c.trans(1, 0)) * (share * slope)[None, :]
+                    if not UPDATE:
+                        received += P * (g * share[None, :])
+                    none = tl.zeros((BK,), tl.float32)
+                    _deposit(tl.sum(received, 1)[None, :], none, partial, first + ks, True, 1, 1)
             tl.debug_barrier()
 
 
 @triton.jit
 def _through(
-    w, g, room, part, level, levels, C, C_next, H, K, scale, slope, UPDATE: tl.constexpr, BK: tl.constexpr,
-    BN: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """`(1, BN)`: what the weights receive from their window."""
-    low, tiles = _read_window(room, part, level, levels, BN, TILE)
-    C, C_next, H = C + 2 * low, C_next + 2 * low, H + 2 * low
+    w, g, windows, part, C, C_next, H, K, scale, slope, UPDATE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr
+):
+    """`(BN,)`: what the weights receive from their windows."""
+    low, first, tiles = _window(windows, part, BN)
     if tiles == 1:
-        result = _pushed(w, g, C, C_next, H, K - low, scale, slope, UPDATE, 1, 1, BK, 1, False)
+        c, h, o = _near_tables(C, C_next, H, low, UPDATE, BK)
+        difference, P, e, z = _through_attention(w, g, c, h, o, scale, UPDATE)
+        result = -slope * tl.sum(e * difference, 0)
+        if UPDATE:
+            result += tl.sum(P * h, 0)
+        result /= z
     else:
-        result = _pushed(w, g, C, C_next, H, K - low, scale, slope, UPDATE, 1, 1, BK, tiles, False)
+        C, C_next, H = C + 2 * first, C_next + 2 * first, H + 2 * first
+        pushed = _pushed(
+            w[None, :], g[None, :], C, C_next, H, K - first, scale, slope, UPDATE, 1, 1, BK, tiles, False
+        )  # fmt: skip
+        result = tl.sum(pushed, 0)
     return result
 
 
 @triton.jit
 def gradient(
-    G, W, trail, Hs, scale, slope, dW, room, N, K, last, low, high, shift, levels, program, programs,
-    BK: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, KB: tl.constexpr,
+    G, W, trail, Hs, scale, slope, dW, room, N, K, last, low, high, shift, program, programs, BK: tl.constexpr,
+    BN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dW: through the output, made by row `last` of the trail, and through the iterations low ... high - 1."""
     order = dW.to(tl.pointer_type(tl.int32), bitcast=True)
-    room += program * (TILE // 2 + TILE // BN * levels * 2)
+    places = _places(room, program, TILE)
     row = 2 * K
-    _find_windows(W, order, trail + last * row, scale, room, N, K, 0, levels, program, programs, BK, BN, TILE, KB)
+    windows = _windows(room, 0, program, programs, TILE)
+    _find_windows(order, trail + last * row, scale, windows, N, K, program, programs, BK, BN, TILE)
     for t in range(low, high):
-        _find_windows(
-            W, order, trail + t * row, scale, room, N, K, t - low + 1, levels, program, programs, BK, BN, TILE, KB
-        )  # fmt: skip
+        windows = _windows(room, t - low + 1, program, programs, TILE)
+        _find_windows(order, trail + t * row, scale, windows, N, K, program, programs, BK, BN, TILE)
     for start in range(program * TILE, N, programs * TILE):
-        _put_in_room(order, room, start, N, TILE)
+        _put_in_room(order, places, start, N, TILE)
+        at = _part_in_room(places, start, 0, N, BN, TILE)
+        next_at = _part_in_room(places, start, BN, N, BN, TILE)
+        w = _at(W, at, N)
+        g = _at(G, at, N)
         for part in range(0, tl.minimum(N - start, TILE), BN):
-            exists, at, w = _part_in_room(W, room, start, part, N, BN)
-            g = tl.load(G + at, mask=exists, other=0.0)[None, :]
+            ahead = _part_in_room(places, start, part + 2 * BN, N, BN, TILE)
+            next_w = _at(W, next_at, N)
+            next_g = _at(G, next_at, N)
             C = trail + last * row
-            dw = _through(w, g, room, part, 0, levels, C, C, C, K, scale, slope, False, BK, BN, TILE)
+            windows = _windows(room, 0, program, programs, TILE)
+            dw = _through(w, g, windows, part, C, C, C, K, scale, slope, False, BK, BN)
             for t in range(low, high):
                 C = trail + t * row
                 H = Hs + (t + shift) * row
-                dw += _through(
-                    w, w, room, part, t - low + 1, levels, C, C + row, H, K, scale, slope, True, BK, BN, TILE
-                )  # fmt: skip
-            tl.store(dW + at[None, :], dw, mask=exists[None, :])
+                windows = _windows(room, t - low + 1, program, programs, TILE)
+                dw += _through(w, w, windows, part, C, C + row, H, K, scale, slope, True, BK, BN)
+            tl.store(dW + at, dw, mask=at < N)
+            at, next_at, w, g = next_at, ahead, next_w, next_g

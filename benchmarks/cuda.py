@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dkm
+from dkm.functional import to_vectors
 
 from .contenders import ours, unrolled
 from .measure import Layer
@@ -18,8 +19,8 @@ from .table import digits, note, ratio, table
 CONFIGURATIONS = [(2, 1), (4, 1), (8, 1), (4, 4), (6, 6), (6, 8), (8, 8), (8, 16)]
 SIZES, QUICK_SIZES = [25_165_824, 2_359_296], [147_456]
 ITERATIONS = 5
-# (torchvision model, plan); the first of each model is the plain step
-STEPS = [("resnet50", None), ("resnet50", "cv:8/8"), ("resnet50", "cv:4/4"), ("resnet18", None), ("resnet18", "cv:2/1")]
+# Torchvision models and plans; None is the plain step.
+STEPS = {"resnet50": [None, "cv:8/8", "cv:4/4"], "resnet18": [None, "cv:2/1"]}
 
 
 def run(device: str, quick: bool) -> list[dict]:
@@ -39,11 +40,14 @@ def run(device: str, quick: bool) -> list[dict]:
             rows.append(row)
             note(f"  {row}")
             del layer, half
-    for model, plan in STEPS:
-        note(f"gpu {model} {plan}")
-        times = {name: _training_step(model, plan, 8 if quick else 128, device, name) for name in ("eager", "captured")}
-        rows.append(dict(kind="step", model=model, plan=plan, **times))
-        note(f"  {rows[-1]}")
+    for model, plan in ((model, plan) for model, plans in STEPS.items() for plan in plans):
+        for settled in (False, True) if plan else (True,):
+            note(f"gpu {model} {plan}" + (", settled" if settled and plan else ""))
+            row = dict(kind="step", model=model, plan=plan, settled=settled)
+            for how in ("eager", "captured"):
+                row[how], row["iterations"] = _training_step(model, plan, 8 if quick else 128, device, how, settled)
+            rows.append(row)
+            note(f"  {row}")
     note("gpu stack")
     return [*rows, _stack(device, layers=1 if quick else 16)]
 
@@ -90,15 +94,25 @@ def _seconds(step: Callable) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def _training_step(name: str, plan: str | None, batch: int, device: str, how: str) -> float:
-    """Median seconds of forward, backward and SGD step; bf16 autocast, channels_last; eager, or captured in a graph."""
+def _training_step(
+    name: str, plan: str | None, batch: int, device: str, how: str, settled: bool
+) -> tuple[float, float | None]:
+    """Median seconds of forward, backward and SGD step, and the mean number of iterations of all clusterings.
+
+    bf16 autocast, channels_last; eager, or captured in a graph.  As at the start of a training or, settled, late in it.
+    """
     import torchvision
 
     torch.manual_seed(0)
     model = getattr(torchvision.models, name)().to(device, memory_format=torch.channels_last)
     if plan is not None:
         dkm.compress_(model, plan, steps=1000)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+    clustered = [module for module in model.modules() if isinstance(module, dkm.Clustered)]
+    if settled:
+        _settle(model)
+    # A rate this low: through five iterations at random weights gradients are large, and a training that diverges
+    # stops iterating.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9, fused=True)
     images = torch.randn(batch, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
     labels = torch.randint(1000, (batch,), device=device)
 
@@ -112,7 +126,24 @@ def _training_step(name: str, plan: str | None, batch: int, device: str, how: st
     step = dkm.capture(step, optimizer) if how == "captured" else step
     for _ in range(8):
         step(images, labels)
-    return statistics.median(_seconds(lambda: step(images, labels)) for _ in range(20))
+    seconds = statistics.median(_seconds(lambda: step(images, labels)) for _ in range(20))
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        raise RuntimeError(f"{name} with {plan} diverged: this was no training step")
+    return seconds, statistics.mean(float(module.iterations) for module in clustered) if clustered else None
+
+
+@torch.no_grad()
+def _settle(model: nn.Module) -> None:
+    """Late in a training: the temperature is at its end, and the centroids stay where they are."""
+    for layer in model.modules():
+        if nn.utils.parametrize.is_parametrized(layer, "weight"):
+            (clustered,) = layer.parametrizations.weight
+            W = to_vectors(layer.parametrizations.weight.original, clustered.dim)
+            clustered.step.fill_(clustered.steps)
+            tau = float(clustered.temperature(clustered.step))
+            C = dkm.cluster(W, clustered.C, tau=tau, eps=1e-5, max_iter=1000).C
+            clustered.C.copy_(C)
+            clustered.start.copy_(C)
 
 
 class _Block(nn.Module):
@@ -183,10 +214,12 @@ def text(rows: list[dict]) -> str:
     plain, cells = {}, []
     for row in (row for row in rows if row["kind"] == "step"):
         first = plain.setdefault(row["model"], row)
-        cells.append([row["model"], row["plan"] or "plain"])
+        state = "" if row["plan"] is None else "late" if row["settled"] else "first"
+        iterations = "" if row["plan"] is None else f"{row['iterations']:.1f}"
+        cells.append([row["model"], row["plan"] or "plain", state, iterations])
         for how in ("captured", "eager"):
             cells[-1] += [f"{digits(1000 * row[how])} ms", f"{row[how] / first[how]:.2f}x"]
-    names = ["model", "plan", "one graph", "of the plain one", "eager", "of the plain one"]
+    names = ["model", "plan", "steps", "iterations", "one graph", "of plain", "eager", "of plain"]
     lines += [table(names, cells), ""]
     for row in (row for row in rows if row["kind"] == "stack"):
         lines += [

@@ -149,7 +149,7 @@ def test_table_of_all_16_bit_values(monkeypatch, dtype, gradient):
     ],
 )
 def test_windows_of_near_centroids(monkeypatch, k, temperature, ordered, gradient):
-    """As close to float64 as with all centroids."""
+    """As close to float64 as with all centroids, or as plain float32."""
     n = 601 if DEVICE == "cpu" else 4_400_001  # several tiles a program, of the last one a part
     W = torch.randn(n, device=DEVICE) * 0.05
     W[: n // 3] *= 0.1  # tiles that are not alike
@@ -162,6 +162,7 @@ def test_windows_of_near_centroids(monkeypatch, k, temperature, ordered, gradien
     W, G = W[:, None], torch.randn(n, 1, device=DEVICE)
     options = dict(tau=tau, eps=0, max_iter=3, gradient=gradient)
     exact = run(W.double(), C.double(), G.double(), "blocked", **options)[0]
+    plain = run(W, C, G, "blocked", **options)[0]
     monkeypatch.setattr(kernels, "WINDOWS", n + 1)
     assert not kernels.by_windows(W, k, 1, "sqeuclidean")
     dense = run(W, C, G, "triton", **options)[0]
@@ -170,7 +171,8 @@ def test_windows_of_near_centroids(monkeypatch, k, temperature, ordered, gradien
     got = run(W, C, G, "triton", **options)[0]
     for name, wanted in exact.items():
         scale = G if name[0] == "d" else None
-        assert error(got[name], wanted, scale) <= 2 * error(dense[name], wanted, scale) + 2**-22, name
+        allowed = max(error(dense[name], wanted, scale), error(plain[name], wanted, scale))
+        assert error(got[name], wanted, scale) <= 2 * allowed + 2**-22, name
 
 
 @pytest.mark.parametrize(("k", "d"), [(5, 1), (40, 8)])

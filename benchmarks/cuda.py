@@ -141,9 +141,12 @@ def _settle(model: nn.Module) -> None:
             W = to_vectors(layer.parametrizations.weight.original, clustered.dim)
             clustered.step.fill_(clustered.steps)
             tau = float(clustered.temperature(clustered.step))
-            C = dkm.cluster(W, clustered.C, tau=tau, eps=1e-5, max_iter=1000).C
-            clustered.C.copy_(C)
-            clustered.start.copy_(C)
+            for _ in range(40):  # large layers of random weights take thousands of iterations
+                result = dkm.cluster(W, clustered.C, tau=tau, eps=clustered.eps / 4, max_iter=250)
+                clustered.C.copy_(result.C)
+                if result.iterations < 250:
+                    break
+            clustered.start.copy_(clustered.C)
 
 
 class _Block(nn.Module):

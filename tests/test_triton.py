@@ -106,6 +106,15 @@ def test_tiny_and_large_tau(k, d, temperature):
     assert_close_to_float64(W, C, G, tau=tau, eps=0, max_iter=4)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has 3 programs")
+def test_more_programs_than_centroids():
+    """Their sums are added up in another way."""
+    W, C, G = problem(17_001, 8, 200)
+    tiles = kernels._tiles(W.numel(), 200, 8, False, False, False, False, W.device)
+    assert tiles.programs >= tiles.KP
+    assert_close_to_float64(W, C, G, tau=2e-3, eps=0, max_iter=3)
+
+
 @pytest.mark.parametrize("gradient", ["last", "implicit"])
 @pytest.mark.parametrize(("k", "d"), [(4, 1), (3, 2), (40, 8)])
 def test_other_gradients(k, d, gradient):

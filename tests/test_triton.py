@@ -106,6 +106,16 @@ def test_tiny_and_large_tau(k, d, temperature):
     assert_close_to_float64(W, C, G, tau=tau, eps=0, max_iter=4)
 
 
+@pytest.mark.parametrize(("k", "d"), [(16, 1), (70, 1), (16, 4), (40, 8)])
+def test_a_vector_far_from_all_centroids(k, d):
+    """Squares of its distances are so much larger than tau that their rounding alone would overflow."""
+    W, C, G = problem(290, d, k)
+    W[7] = 30.0
+    W_tilde = cluster(W, C, tau=1e-8, eps=0, max_iter=1, impl="triton").W_tilde
+    assert error(W_tilde[7], C[assign(W, C)[7]].double()) <= 2**-22
+    assert all(value.isfinite().all() for value in run(W, C, G, "triton", tau=1e-8, eps=0, max_iter=3)[0].values())
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has 3 programs")
 def test_more_programs_than_centroids():
     """Their sums are added up in another way."""

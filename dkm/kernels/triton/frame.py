@@ -225,7 +225,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Up to max_iter iterations, then W_tilde = A C with the A and the C that belong together.
 
-    The first iteration writes W_tilde, too: in a training it is mostly the last.
+    The first iteration writes W_tilde, too: late in a training it is often the last.  Qs are the tables of `products`,
+    or the room of `windows`.
 
     STATEFUL: the iterations start from C or, where the weight is the one seen last, from `start`, at the temperature of
     the step; C, start, seen and step are brought up to date, in place, and tau is written.

@@ -156,10 +156,17 @@ def _attention(difference, scale):
 
 
 @triton.jit
-def _clear(partial, KP, BK: tl.constexpr):
+def _prepare(
+    W, order, C, scale, partial, windows, N, K, KP, program, programs, FIRST: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What a walk over this program's weights needs: zeros in `partial`, if it is the FIRST the order, and windows."""
     for first in range(0, 2 * KP, BK):
         tl.store(partial + first + tl.arange(0, BK), tl.zeros((BK,), tl.float32))
     tl.debug_barrier()
+    if FIRST:
+        _put_in_order(W, order, N, program, programs, TILE)
+    _find_windows(order, C, scale, windows, N, K, program, programs, BK, BN, TILE)
 
 
 @triton.jit
@@ -203,10 +210,7 @@ def sums(
     windows = _windows(room, 0, program, programs, TILE)
     begin = program * TILE
     step = programs * TILE
-    _clear(partial, KP, BK)
-    if FIRST:
-        _put_in_order(W, order, N, program, programs, TILE)
-    _find_windows(order, C, scale, windows, N, K, program, programs, BK, BN, TILE)
+    _prepare(W, order, C, scale, partial, windows, N, K, KP, program, programs, FIRST, BK, BN, TILE)
     for part in range(0, tl.minimum(TILE, N - begin), BN):
         low, first, tiles = _window(windows, part, BN)
         if tiles == 1:
@@ -330,10 +334,7 @@ def gradient_sums(
     windows = _windows(room, 0, program, programs, TILE)
     begin = program * TILE
     step = programs * TILE
-    _clear(partial, KP, BK)
-    if not UPDATE:
-        _put_in_order(W, order, N, program, programs, TILE)
-    _find_windows(order, C, scale, windows, N, K, program, programs, BK, BN, TILE)
+    _prepare(W, order, C, scale, partial, windows, N, K, KP, program, programs, not UPDATE, BK, BN, TILE)
     for part in range(0, tl.minimum(TILE, N - begin), BN):
         low, first, tiles = _window(windows, part, BN)
         if tiles == 1:

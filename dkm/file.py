@@ -53,12 +53,18 @@ def save(model: nn.Module, path: str | os.PathLike, *, dtype: torch.dtype = torc
     Of a model that `fully_shard` has split, all ranks call this, and the first one writes.  One tensor at a time
     is gathered.
     """
-    path = Path(path)
+    path = _as_path(path, "dkm.save(model, path)")
     if not path.name:
         raise FileError(f"cannot write {path}: it names a folder; add a file name")
     mesh = reshard(model)
     data = encode(model, dtype)
     return on_first(mesh, lambda: _write(path, data))
+
+
+def _as_path(path: str | os.PathLike, call: str) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{call}: the path must be a string or a pathlib.Path, got {type(path).__name__}")
+    return Path(path)
 
 
 def _write(path: Path, data: bytes) -> int:
@@ -85,7 +91,7 @@ def load(path: str | os.PathLike, into: nn.Module | None = None) -> nn.Module | 
     The model must have exactly the file's tensors, in its shapes, and no dkm on it; it stays untouched
     otherwise.
     """
-    path = Path(path)
+    path = _as_path(path, "dkm.load(path, model)")
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -524,6 +524,14 @@ def test_a_folder(tmp_path):
         dkm.load(tmp_path)
 
 
+def test_arguments_the_wrong_way_round(tmp_path):
+    model, target = trained(), tmp_path / "model.dkm"
+    with pytest.raises(TypeError, match=r"dkm.save\(model, path\): the path must be .*, got Sequential"):
+        dkm.save(target, model)
+    with pytest.raises(TypeError, match=r"dkm.load\(path, model\): the path must be .*, got Sequential"):
+        dkm.load(model, target)
+
+
 # --- the wrong model -----------------------------------------------------------------------------
 
 

@@ -303,10 +303,10 @@ class _Backward:
     def hold(self, u: Tensor) -> None:
         """H of u, for the way through the last iteration, into the slot past all others."""
         self.us[self.max_iter] = u
-        _, _, trail, iterations, _, us, Hs, tables, *_ = self.common
+        _, _, trail, iterations, tau, us, Hs, tables, *_ = self.common
         names = ("PRODUCTS", "D", "DS", "E", "ROWS")
         frame.fixed_point_kernel[(-(-self.tiles.KP // self.tiles.arguments["ROWS"]),)](
-            trail, iterations, us, Hs, tables, self.k, self.tiles.KP, NO_MASS, self.max_iter, self.max_iter,
+            trail, iterations, tau, us, Hs, tables, self.k, self.tiles.KP, NO_MASS, self.max_iter, self.max_iter,
             **{name: self.tiles.arguments[name] for name in names},
         )  # fmt: skip
 

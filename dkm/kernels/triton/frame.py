@@ -356,8 +356,8 @@ def _fold_rows(partial, P, KP, program, programs, D: tl.constexpr, E: tl.constex
 
 @triton.jit
 def _write_H(
-    Hs, tables, trail, ks, u, K, KP, no_mass, t, slot, PRODUCTS: tl.constexpr, D: tl.constexpr, DS: tl.constexpr,
-    E: tl.constexpr,
+    Hs, tables, trail, ks, u, K, KP, scale, no_mass, t, slot, PRODUCTS: tl.constexpr, D: tl.constexpr,
+    DS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """H = u / mass for the way through iteration t, which made row t + 1: into `slot`, `(k, d + 1)`, or its table."""
     column = tl.arange(0, E)
@@ -367,7 +367,7 @@ def _write_H(
     h = tl.where((column < D)[None, :], h, 0.0)
     offset = tl.sum(h * _centroid_rows(C_next, ks, K, D + 1, D, E), 1)[:, None]
     if PRODUCTS:
-        _write_table(tables + slot * KP * 12 * DS, h, -offset, ks, KP, D, DS, E)
+        _write_table(tables + slot * KP * 12 * DS, h * (2 * scale), offset * (-2 * scale), ks, KP, D, DS, E)
     else:
         at = Hs + slot * K * (D + 1) + ks[:, None] * (D + 1) + column[None, :]
         h = tl.where((column == D)[None, :], offset, h)
@@ -376,8 +376,9 @@ def _write_H(
 
 @triton.jit
 def _take(
-    trail, us, Hs, tables, partial, P, K, KP, no_mass, t, target, stays, program, programs, PRODUCTS: tl.constexpr,
-    D: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, t, target, stays, program, programs,
+    PRODUCTS: tl.constexpr, D: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """What row t of the trail received, into `us[target]`; an empty centroid passes on, from the next row, too."""
     column = tl.arange(0, E)
@@ -393,7 +394,7 @@ def _take(
             u += tl.where(mass <= no_mass, tl.load(at + K * D, mask=mask, other=0.0), 0.0)
         tl.store(at, u, mask=mask)
         if t > 0:  # on the way through iteration t - 1, which made this row
-            _write_H(Hs, tables, trail, ks, u, K, KP, no_mass, t - 1, target, PRODUCTS, D, DS, E)
+            _write_H(Hs, tables, trail, ks, u, K, KP, scale, no_mass, t - 1, target, PRODUCTS, D, DS, E)
 
 
 @triton.jit
@@ -463,8 +464,8 @@ def backward_kernel(
         )  # fmt: skip
         _barrier(counter, programs)
         _take(
-            trail, us, Hs, tables, partial, P, K, KP, no_mass, used - 1, used - 1, False, program, programs, PRODUCTS,
-            D, DS, E, ROWS, CHUNK,
+            trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, used - 1, used - 1, False, program, programs,
+            PRODUCTS, D, DS, E, ROWS, CHUNK,
         )  # fmt: skip
         for back in range(2, used + 1):
             _barrier(counter, programs)
@@ -475,8 +476,8 @@ def backward_kernel(
             )  # fmt: skip
             _barrier(counter, programs)
             _take(
-                trail, us, Hs, tables, partial, P, K, KP, no_mass, i, i, True, program, programs, PRODUCTS, D, DS, E,
-                ROWS, CHUNK,
+                trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, i, i, True, program, programs, PRODUCTS, D,
+                DS, E, ROWS, CHUNK,
             )  # fmt: skip
         if not PUSH:
             _barrier(counter, programs)
@@ -497,8 +498,8 @@ def backward_kernel(
         _fold_rows(partial, P, KP, program, programs, D, E, ROWS, CHUNK)
     if PHASE == TAKE:
         _take(
-            trail, us, Hs, tables, partial, P, K, KP, no_mass, t, target, (MODE == "unrolled") and not OUTPUT, program,
-            programs, PRODUCTS, D, DS, E, ROWS, CHUNK,
+            trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, t, target, (MODE == "unrolled") and not OUTPUT,
+            program, programs, PRODUCTS, D, DS, E, ROWS, CHUNK,
         )  # fmt: skip
     if PHASE == MAP or (PHASE == ALL and not PUSH):
         low = 0
@@ -530,11 +531,11 @@ def backward_kernel(
 
 @triton.jit
 def fixed_point_kernel(
-    trail, iterations, us, Hs, tables, K, KP, no_mass, source, slot, PRODUCTS: tl.constexpr, D: tl.constexpr,
+    trail, iterations, tau, us, Hs, tables, K, KP, no_mass, source, slot, PRODUCTS: tl.constexpr, D: tl.constexpr,
     DS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """H of us[source], for the way through the last iteration, into `slot`."""
     ks = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     u = _centroid_rows(us + source * K * D, ks, K, D, D, E)
     t = tl.load(iterations).to(tl.int32) - 1
-    _write_H(Hs, tables, trail, ks, u, K, KP, no_mass, t, slot, PRODUCTS, D, DS, E)
+    _write_H(Hs, tables, trail, ks, u, K, KP, LOG2E / tl.load(tau), no_mass, t, slot, PRODUCTS, D, DS, E)

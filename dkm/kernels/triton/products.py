@@ -10,15 +10,17 @@ columns each (d, rounded up to a power of two),
 where the one meets an offset o.  Small products come first: the tensor cores cut off what does not fit, at every
 step, and so lose little.  For the same reason their sums start from zero, and are added up outside.
 
-The table holds q = 2 c log2(e) / tau with the offset -|c|^2 log2(e) / tau: the product is a logit in units of log 2
-(|w|^2 cancels in the softmax).  It also holds h = dC' / mass with the offset -h . c', so that [h, offset] [w, 1] = dA.
+The table holds q = s c with the offset -s |c|^2 / 2, where s = 2 log2(e) / tau: the product is a logit in units of
+log 2 (|w|^2 cancels in the softmax).  It also holds s h, where h = dC' / mass, with the offset -s h . c', so that
+[s h, offset] [w, 1] = s dA.
 In sums over vectors or centroids, attention, split in three, meets shorter rows (for DS = 8, centroids keep the long
 ones: tiles of 32 columns that come from memory make Triton 3.6 compute nonsense),
 
     [ h | m | l | 1 ]    and    [ h | m | l | 0 ]
 
-Tiles are made as `(vectors, centroids)` for what a vector needs and as `(centroids, vectors)` for what a centroid
-needs: making them again is cheaper than turning them around.  Both then enter the next product from registers.
+Tiles are `(vectors, centroids)` for what a vector needs, and enter the next product from registers.  For what a
+centroid needs they are made again as `(centroids, vectors)` in the forward pass, and turned around in the backward
+pass, where there is more to make.
 """
 
 import os
@@ -61,6 +63,12 @@ def _times(x, b):
     result = dot(low, b, tl.zeros((x.shape[0], b.shape[1]), tl.float32))
     result = dot(middle, b, result)
     return dot(high, b, result)
+
+
+@triton.jit
+def _turned(x, b):
+    """x^T b, for a float32 x: `(K, M), (K, N) -> (M, N)`."""
+    return _times(tl.trans(x), b)
 
 
 @triton.jit
@@ -243,42 +251,29 @@ def _store(acc, target, rows, N, add, D: tl.constexpr, DS: tl.constexpr, BN: tl.
     tl.store(target + at, values.to(target.dtype.element_ty), mask=mask)
 
 
-# Backward.  UPDATE: through C' = (A^T W) / mass, where dA = H [w, 1]; else through W_tilde = A C, where
-# dA = g c is what the table Q gives, but for its factor of 2 scale.
+# Backward.  UPDATE: through C' = (A^T W) / mass, where dA = h (w - c') and R holds h; else through W_tilde = A C, where
+# dA = g c and R is Q.
 
 
 @triton.jit
-def _received(
-    x, v, y, u, Q, R, tile, log_z, mean, slope, acc, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
-    BN: tl.constexpr,
+def _through_softmax(
+    x, y, Q, R, ks, log_z, mean, slope, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Adds what a tile of centroids receives: e [w, 1] and, from the output, A g: `(BK, 4 DS)`."""
-    ks = tile * BK + tl.arange(0, BK)
-    A = tl.exp2(_by_centroid(x, Q, ks, DS, BK, BN) - log_z[None, :])
-    e = A * ((_by_centroid(y, R, ks, DS, BK, BN) - mean[None, :]) * slope)
-    acc += _times(e, v)
-    if not UPDATE:
-        acc += _times(A, u)
-    return acc
+    """A and e = A (dA - mean) slope, `(BN, BK)`; `mean` and `slope` are in units of what R holds."""
+    A = tl.exp2(_by_vector(x, Q, ks, DS, BK, BN) - log_z[:, None])
+    return A, A * ((_by_vector(y, R, ks, DS, BK, BN) - mean[:, None]) * slope)
 
 
 @triton.jit
-def _pushed(
-    x, y, Q, R, log_z, mean, factor, acc, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
-    BN: tl.constexpr, NK: tl.constexpr,
-):  # fmt: skip
-    """Adds what the vectors receive: e C and, through an update, A H: `(BN, VS)`.
+def _pushed(A, e, Q, R, ks, UPDATE: tl.constexpr, DS: tl.constexpr):
+    """What the vectors receive, times the factor of the tables: e C and, through an update, A H: `(BN, VS)`.
 
     e sums to zero over the centroids: e (c - w) is no different.
     """
-    for tile in range(NK):
-        ks = tile * BK + tl.arange(0, BK)
-        A = tl.exp2(_by_vector(x, Q, ks, DS, BK, BN) - log_z[:, None])
-        e = A * ((_by_vector(y, R, ks, DS, BK, BN) - mean[:, None]) * factor)
-        acc += _times(e, _summands(Q, ks, DS))
-        if UPDATE:
-            acc += _times(A, _summands(R, ks, DS))
-    return acc
+    result = _times(e, _summands(Q, ks, DS))
+    if UPDATE:
+        result += _times(A, _summands(R, ks, DS))
+    return result
 
 
 @triton.jit
@@ -292,13 +287,8 @@ def gradient_sums(
     """
     VS: tl.constexpr = 64 if DS == 8 else 4 * DS
     partial += program * KP * (D + 1)
-    if UPDATE:
-        R = H
-        factor = slope / (2 * scale)
-    else:
-        R = Q
-        slope = slope / (2 * scale)
-        factor = slope / (2 * scale)
+    R = H if UPDATE else Q
+    slope = slope / (2 * scale)
     acc = tl.zeros((BK, 4 * DS), tl.float32)
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
@@ -307,19 +297,39 @@ def gradient_sums(
         if not UPDATE:
             y, u = _vectors(G, N, rows, False, D, DS, BN)
         log_z, mean = _statistics(x, y, Q, R, n, rows, True, DS, BK, BN, NK)
-        if PUSH:
-            dw = tl.zeros((BN, VS), tl.float32)
-            dw = _pushed(x, y, Q, R, log_z, mean, factor, dw, UPDATE, DS, BK, BN, NK)
-            _store(dw, dW, rows, N, UPDATE, D, DS, BN)
+        dw = tl.zeros((BN, VS), tl.float32)
         for tile in range(NK):
+            ks = tile * BK + tl.arange(0, BK)
+            A, e = _through_softmax(x, y, Q, R, ks, log_z, mean, slope, DS, BK, BN)
+            if PUSH:
+                dw += _pushed(A, e, Q, R, ks, UPDATE, DS)
+            received = _turned(e, v)
+            if not UPDATE:
+                received += _turned(A, u)
             if NK == 1:
-                acc = _received(x, v, y, u, Q, R, tile, log_z, mean, slope, acc, UPDATE, DS, BK, BN)
+                acc += received
             else:
-                acc = tl.zeros((BK, 4 * DS), tl.float32)
-                acc = _received(x, v, y, u, Q, R, tile, log_z, mean, slope, acc, UPDATE, DS, BK, BN)
-                _deposit(acc, partial, tile * BK + tl.arange(0, BK), first != program * BN, D, DS, BK)
+                _deposit(received, partial, ks, first != program * BN, D, DS, BK)
+        if PUSH:
+            _store(dw * (0.5 / scale), dW, rows, N, UPDATE, D, DS, BN)
     if NK == 1:
         _deposit(acc, partial, tl.arange(0, BK), False, D, DS, BK)
+
+
+@triton.jit
+def _through(
+    x, y, Q, R, n, rows, slope, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    NK: tl.constexpr,
+):  # fmt: skip
+    """`_pushed` from all centroids."""
+    VS: tl.constexpr = 64 if DS == 8 else 4 * DS
+    log_z, mean = _statistics(x, y, Q, R, n, rows, True, DS, BK, BN, NK)
+    result = tl.zeros((BN, VS), tl.float32)
+    for tile in range(NK):
+        ks = tile * BK + tl.arange(0, BK)
+        A, e = _through_softmax(x, y, Q, R, ks, log_z, mean, slope, DS, BK, BN)
+        result += _pushed(A, e, Q, R, ks, UPDATE, DS)
+    return result
 
 
 @triton.jit
@@ -328,19 +338,14 @@ def gradient(
     DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
 ):  # fmt: skip
     """dW: through the output, made by row `last` of the trail, and through the iterations low ... high - 1."""
-    VS: tl.constexpr = 64 if DS == 8 else 4 * DS
-    factor = slope / (2 * scale)
+    slope = slope / (2 * scale)
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
         x, _ = _vectors(W, N, rows, True, D, DS, BN)
         y, _ = _vectors(G, N, rows, False, D, DS, BN)
         Q = Qs + last * table
-        acc = tl.zeros((BN, VS), tl.float32)
-        log_z, mean = _statistics(x, y, Q, Q, n, rows, True, DS, BK, BN, NK)
-        acc = _pushed(x, y, Q, Q, log_z, mean, factor / (2 * scale), acc, False, DS, BK, BN, NK)
+        acc = _through(x, y, Q, Q, n, rows, slope, False, DS, BK, BN, NK)
         for t in range(low, high):
             Q = Qs + t * table
-            H = Hs + (t + shift) * table
-            log_z, mean = _statistics(x, x, Q, H, n, rows, True, DS, BK, BN, NK)
-            acc = _pushed(x, x, Q, H, log_z, mean, factor, acc, True, DS, BK, BN, NK)
-        _store(acc, dW, rows, N, False, D, DS, BN)
+            acc += _through(x, x, Q, Hs + (t + shift) * table, n, rows, slope, True, DS, BK, BN, NK)
+        _store(acc * (0.5 / scale), dW, rows, N, False, D, DS, BN)

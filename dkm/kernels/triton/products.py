@@ -136,11 +136,12 @@ def _deposit(acc, partial, ks, add, D: tl.constexpr, DS: tl.constexpr, BK: tl.co
     i = tl.arange(0, DS)[None, :]
     at = partial + ks[:, None] * (D + 1) + i
     end = partial + ks * (D + 1) + D
-    if add:
-        values += tl.load(at, mask=i < D, other=0.0)
-        last += tl.load(end)
-    tl.store(at, values, mask=i < D)
-    tl.store(end, last)
+    if add:  # by the memory: nobody waits for what is there; in order, since an element is always the same thread's
+        tl.atomic_add(at, values, mask=i < D, sem="relaxed")
+        tl.atomic_add(end, last, sem="relaxed")
+    else:
+        tl.store(at, values, mask=i < D)
+        tl.store(end, last)
 
 
 @triton.jit

@@ -28,19 +28,37 @@ def _index(W, at, N):
 
 
 @triton.jit
+def _lowest(largest, NEAR: tl.constexpr):
+    """From which value on there are several tables, as its bits; that of the largest weight is the last."""
+    bits = tl.load(largest.to(tl.pointer_type(tl.int16), bitcast=True)).to(tl.int32)
+    return tl.maximum(bits - (NEAR - 1), 1)
+
+
+@triton.jit
+def _factor(largest, N):
+    """A power of two such that no sum of N gradients overflows 64 bits; not a number where one of them is none."""
+    size = tl.load(largest).to(tl.float64)
+    # the error of a sum is 2^-37 of the largest gradient, for 2^25 weights
+    room = tl.minimum(2.0**61 / N / tl.maximum(size, 1e-290), 2.0**120)
+    power = (room.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
+    return tl.where(size < float("inf"), power, float("nan"))
+
+
+@triton.jit
 def _add_up(
-    W, G, low, factor, counts, sums, N, COPIES, GRADIENTS: tl.constexpr, NEAR: tl.constexpr, SIZE: tl.constexpr,
-    BN: tl.constexpr,
+    W, G, largest, largest_gradient, counts, sums, N, COPIES, GRADIENTS: tl.constexpr, NEAR: tl.constexpr,
+    SIZE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """How often each value occurs and, in units of 1 / factor, the sum of its gradients: of the values from `low` on in
-    one of COPIES tables, in turns, past the table of all: those are so frequent that additions would queue up.
+    """How often each value occurs and, in units of 1 / factor, the sum of its gradients: of the largest values in one
+    of COPIES tables, in turns, past the table of all: those are so frequent that additions would queue up.
 
     What is added is an integer: the result does not depend on the order.
     """
     zeros = tl.zeros((BN,), tl.int32)
     zeros_total = tl.zeros((BN,), tl.int64)
-    first_value = tl.load(low)
-    scale = tl.load(factor)
+    first_value = _lowest(largest, NEAR)
+    if GRADIENTS:
+        scale = _factor(largest_gradient, N).to(tl.float32)
     copy = SIZE + tl.program_id(0) % COPIES * (2 * NEAR)
     for first in range(tl.program_id(0) * BN, N, tl.num_programs(0) * BN):
         at = first + tl.arange(0, BN)
@@ -63,12 +81,12 @@ def _add_up(
 
 @triton.jit
 def _gather(
-    values, low, factor, counts, sums, gradients, COPIES, GRADIENTS: tl.constexpr, NEAR: tl.constexpr,
-    SIZE: tl.constexpr, BN: tl.constexpr,
+    all_values, values, largest, largest_gradient, counts, sums, gradients, N, COPIES, GRADIENTS: tl.constexpr,
+    NEAR: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The copies added to the table of all, gradients in their own unit; values that do not occur become zero."""
     index = tl.program_id(0) * BN + tl.arange(0, BN)
-    place = (index & 0x7FFF) - tl.load(low)
+    place = (index & 0x7FFF) - _lowest(largest, NEAR)
     near = (place >= 0) & (place < NEAR)
     place += SIZE + (index >> 15) * NEAR
     count = tl.load(counts + index)
@@ -81,9 +99,9 @@ def _gather(
             total += tl.load(sums + at, mask=near, other=0)
     tl.store(counts + index, count)
     if GRADIENTS:
-        tl.store(gradients + index, (total.to(tl.float64) / tl.load(factor)).to(tl.float32))
+        tl.store(gradients + index, (total.to(tl.float64) / _factor(largest_gradient, N)).to(tl.float32))
     # what does not occur may be infinite, or so large that its square is
-    tl.store(values + index, tl.where(count > 0, tl.load(values + index), 0.0))
+    tl.store(values + index, tl.where(count > 0, tl.load(all_values + index), 0.0))
 
 
 @triton.jit
@@ -120,21 +138,20 @@ def population(W: Tensor, G: Tensor | None = None) -> Population:
     copies = max(1, N >> 19)  # a fortieth of the weight's memory, with the sums
     counts = torch.zeros(SIZE + copies * 2 * NEAR.value, dtype=torch.int32, device=W.device)
     sums = counts if G is None else torch.zeros_like(counts, dtype=torch.int64)
-    low = (_largest(W).view(torch.int16).int() - (NEAR.value - 1)).clamp(min=1)
-    factor = torch.ones((), dtype=torch.float64, device=W.device)
-    if G is not None:
-        # A power of two such that no sum overflows: the error is 2^-37 of the largest gradient, for 2^25 weights.
-        room = 2.0**61 / N / _largest(G).double().clamp(min=1e-300)
-        factor = torch.exp2(torch.floor(torch.log2(room))).clamp(max=2.0**120)
-    values = _values(W.dtype, W.device).clone()
+    largest = _largest(W)
+    largest_gradient = largest if G is None else _largest(G)
+    all_values = _values(W.dtype, W.device)
+    values = torch.empty_like(all_values)
     gradients = None if G is None else torch.empty_like(values)
     options = dict(GRADIENTS=G is not None, NEAR=NEAR.value, SIZE=SIZE, num_warps=4)
     _add_up[(min(triton.cdiv(N, 1024), 8 * copies + 64),)](
-        W.view(torch.int16), W if G is None else G, low, factor.float(), counts, sums, N, copies, BN=1024, **options
-    )
+        W.view(torch.int16), W if G is None else G, largest, largest_gradient, counts, sums, N, copies, BN=1024,
+        **options,
+    )  # fmt: skip
     _gather[(SIZE // 512,)](
-        values, low, factor, counts, sums, values if G is None else gradients, copies, BN=512, **options
-    )
+        all_values, values, largest, largest_gradient, counts, sums, values if G is None else gradients, N, copies,
+        BN=512, **options,
+    )  # fmt: skip
     return Population(values, counts, gradients)
 
 

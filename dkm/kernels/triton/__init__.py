@@ -188,7 +188,7 @@ def _scratch(tiles: _Tiles, device: torch.device, tables: int) -> tuple[Tensor, 
     room = torch.empty(tiles.programs * each, device=device) if tile else None
     return (
         make(tiles.programs, tiles.KP, d + 1, device=device),
-        torch.empty(rows, 12 * DS, dtype=torch.bfloat16, device=device) if room is None else room,
+        torch.empty(rows, 8 * DS, dtype=torch.bfloat16, device=device) if room is None else room,
     )
 
 

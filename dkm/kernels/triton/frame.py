@@ -122,12 +122,10 @@ def _write_table(table, values, offset, ks, KP, D: tl.constexpr, DS: tl.constexp
     o_high, o_middle, o_low = split(offset)
     offset = tl.where(column == 0, o_high, tl.where(column == 1, o_middle, o_low))
     offset = tl.where(column < 3, offset.to(tl.float32), 0.0).to(tl.bfloat16)
-    zero = tl.zeros_like(high)
     mask = (ks < KP)[:, None] & (column < DS)
-    at = table + ks[:, None] * (12 * DS) + column
-    _write_four(at, high, low, middle, zero, mask, DS)
+    at = table + ks[:, None] * (8 * DS) + column
+    _write_four(at, high, low, middle, offset, mask, DS)
     _write_four(at + 4 * DS, high, middle, offset, high, mask, DS)
-    _write_four(at + 8 * DS, high, middle, low, zero, mask, DS)
 
 
 @triton.jit
@@ -174,7 +172,7 @@ def _move(
         row = tl.where((column == D)[None, :], mass, C_next)
         tl.store(at, row, mask=(ks < K)[:, None] & (column <= D)[None, :])
         if PRODUCTS:
-            _write_centroids(Qs + (t + 1) * KP * 12 * DS, C_next, ks, K, KP, scale, D, DS, E)
+            _write_centroids(Qs + (t + 1) * KP * 8 * DS, C_next, ks, K, KP, scale, D, DS, E)
 
 
 @triton.jit
@@ -187,7 +185,7 @@ def _sums(
         C = trail + t * K * 2
         windows.sums(W, W_tilde, C, scale, partial, Qs, N, K, KP, program, programs, FIRST, BK, BN, TILE)
     elif PRODUCTS:
-        Q = Qs + t * KP * 12 * DS
+        Q = Qs + t * KP * 8 * DS
         products.sums(W, Q, scale, partial, W_tilde, N, n, KP, program, programs, FIRST, D, DS, BK, BN, NK)
     else:
         differences.sums(
@@ -334,7 +332,7 @@ def forward_kernel(
         elif t > 1:
             if PRODUCTS:
                 products.averages(
-                    W, Qs + (t - 1) * KP * 12 * DS, scale, W_tilde, N, n, program, programs, D, DS, BK, BN, NK
+                    W, Qs + (t - 1) * KP * 8 * DS, scale, W_tilde, N, n, program, programs, D, DS, BK, BN, NK
                 )
             else:
                 differences.averages(
@@ -367,7 +365,7 @@ def _write_H(
     h = tl.where((column < D)[None, :], h, 0.0)
     offset = tl.sum(h * _centroid_rows(C_next, ks, K, D + 1, D, E), 1)[:, None]
     if PRODUCTS:
-        _write_table(tables + slot * KP * 12 * DS, h * (2 * scale), offset * (-2 * scale), ks, KP, D, DS, E)
+        _write_table(tables + slot * KP * 8 * DS, h * (2 * scale), offset * (-2 * scale), ks, KP, D, DS, E)
     else:
         at = Hs + slot * K * (D + 1) + ks[:, None] * (D + 1) + column[None, :]
         h = tl.where((column == D)[None, :], offset, h)
@@ -412,7 +410,7 @@ def _gradient_sums(
         )  # fmt: skip
     elif PRODUCTS:
         products.gradient_sums(
-            G, W, Qs + t * KP * 12 * DS, tables + slot * KP * 12 * DS, scale, slope, partial, dW, N, n, KP, program,
+            G, W, Qs + t * KP * 8 * DS, tables + slot * KP * 8 * DS, scale, slope, partial, dW, N, n, KP, program,
             programs, UPDATE, PUSH, D, DS, BK, BN, NK,
         )  # fmt: skip
     else:
@@ -454,7 +452,7 @@ def backward_kernel(
                 for block in range(program * ROWS, KP, programs * ROWS):
                     ks = block + tl.arange(0, ROWS)
                     C = _centroid_rows(trail + i * K * (D + 1), ks, K, D + 1, D, E)
-                    _write_centroids(Qs + i * KP * 12 * DS, C, ks, K, KP, scale, D, DS, E)
+                    _write_centroids(Qs + i * KP * 8 * DS, C, ks, K, KP, scale, D, DS, E)
     if PHASE == ALL:
         if PRODUCTS:
             _barrier(counter, programs)
@@ -519,7 +517,7 @@ def backward_kernel(
             )  # fmt: skip
         elif PRODUCTS:
             products.gradient(
-                G, W, Qs, tables, scale, slope, dW, N, n, used - 1, low, high, shift, KP * 12 * DS, program, programs,
+                G, W, Qs, tables, scale, slope, dW, N, n, used - 1, low, high, shift, KP * 8 * DS, program, programs,
                 D, DS, BK, BN, NK,
             )  # fmt: skip
         else:

@@ -2,10 +2,10 @@
 
 The tensor cores multiply bfloat16 and add float32.  A float32 is the sum of three bfloat16, high, middle and low,
 and six of the nine products of two such sums matter.  So a vector and a centroid become rows of eight parts, of DS
-columns each (d, rounded up to a power of two),
+columns each (d, rounded up to a power of two), in two halves,
 
-    [ l | h | m | 0 | m | h | 1 | h ]         a vector
-    [ h | l | m | 0 | h | m | o | h ]         a centroid, written to a table once an iteration
+    [ l | h | m | 0 ]  [ m | h | 1 | h ]         a vector
+    [ h | l | m | o ]  [ h | m | o | h ]         a centroid, written to a table once an iteration
 
 where the one meets an offset o.  Small products come first: the tensor cores cut off what does not fit, at every
 step, and so lose little.  For the same reason their sums start from zero, and are added up outside.
@@ -13,10 +13,9 @@ step, and so lose little.  For the same reason their sums start from zero, and a
 The table holds q = s c with the offset -s |c|^2 / 2, where s = 2 log2(e) / tau: the product is a logit in units of
 log 2 (|w|^2 cancels in the softmax).  It also holds s h, where h = dC' / mass, with the offset -s h . c', so that
 [s h, offset] [w, 1] = s dA.
-In sums over vectors or centroids, attention, split in three, meets shorter rows (for DS = 8, centroids keep the long
-ones: tiles of 32 columns that come from memory make Triton 3.6 compute nonsense),
+In sums over centroids, attention, split in three, meets the first half; in sums over vectors
 
-    [ h | m | l | 1 ]    and    [ h | m | l | 0 ]
+    [ h | m | l | 1 ]
 
 Tiles are `(vectors, centroids)` for what a vector needs, and enter the next product from registers.  For what a
 centroid needs they are made again as `(centroids, vectors)` in the forward pass, and turned around in the backward
@@ -72,67 +71,65 @@ def _turned(x, b):
 
 
 @triton.jit
-def _vectors(X, N, rows, ONES: tl.constexpr, D: tl.constexpr, DS: tl.constexpr, BN: tl.constexpr):
-    """The vectors as rows, for products with centroids, `(BN, 8 DS)`, and with attention, `(BN, 4 DS)`."""
+def _load(X, N, rows, D: tl.constexpr, DS: tl.constexpr):
+    """The vectors `rows`, `(BN, DS)`."""
     i = tl.arange(0, DS)[None, :]
     at = rows[:, None] * D + i
-    high, middle, low = split(tl.load(X + at, mask=(i < D) & (at < N), other=0.0).to(tl.float32))
+    return tl.load(X + at, mask=(i < D) & (at < N), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _row(a, b, c, d):
+    """`[a | b | c | d]`."""
+    parts = tl.join(tl.join(a, b), tl.join(c, d))
+    return tl.reshape(tl.permute(parts, (0, 3, 2, 1)), (a.shape[0], 4 * a.shape[1]))
+
+
+@triton.jit
+def _vectors(w, ONES: tl.constexpr):
+    """`(BN, DS) -> (BN, 4 DS)`: the halves of the vectors' rows, and the row that attention meets."""
+    high, middle, low = split(w)
     zero = tl.zeros_like(high)
-    one = zero
+    one, ones = zero, zero
     if ONES:
-        one = tl.where(i < 3, 1.0, zero.to(tl.float32)).to(tl.bfloat16)  # the offset has three parts too
-    parts = tl.join(
-        tl.join(tl.join(low, high), tl.join(middle, zero)), tl.join(tl.join(middle, high), tl.join(one, high))
-    )
-    eight = tl.reshape(tl.permute(parts, (0, 4, 3, 2, 1)), (BN, 8 * DS))
-    four = tl.join(tl.join(high, middle), tl.join(low, one))
-    return eight, tl.reshape(tl.permute(four, (0, 3, 2, 1)), (BN, 4 * DS))
+        i = tl.arange(0, w.shape[1])[None, :]
+        one = tl.where(i == 0, 1.0, zero.to(tl.float32)).to(tl.bfloat16)
+        ones = tl.where(i < 3, 1.0, zero.to(tl.float32)).to(tl.bfloat16)  # the offset has three parts too
+    return _row(low, high, middle, zero), _row(middle, high, ones, high), _row(high, middle, low, one)
 
 
 @triton.jit
-def _eight(table, ks, DS: tl.constexpr):
-    """`(BK, 8 DS)`: the centroids `ks` for products with vectors."""
-    return tl.load(table + ks[:, None] * (12 * DS) + tl.arange(0, 8 * DS)[None, :])
+def _half(table, ks, HALF: tl.constexpr, DS: tl.constexpr):
+    """`(BK, 4 DS)`: the first or the second half of the rows of the centroids `ks`."""
+    return tl.load(table + ks[:, None] * (8 * DS) + HALF * 4 * DS + tl.arange(0, 4 * DS)[None, :])
 
 
 @triton.jit
-def _summands(table, ks, DS: tl.constexpr):
-    """`(BK, VS)`: the centroids `ks` for products with attention."""
-    if DS == 8:
-        return _eight(table, ks, DS)
-    else:
-        return tl.load(table + ks[:, None] * (12 * DS) + 8 * DS + tl.arange(0, 4 * DS)[None, :])
-
-
-@triton.jit
-def _by_vector(x, table, ks, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+def _by_vector(x, x_, table, ks, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """Products of the vectors with the centroids `ks`, `(BN, BK)`."""
-    return dot(x, tl.trans(_eight(table, ks, DS)), tl.zeros((BN, BK), tl.float32))
+    small = dot(x, tl.trans(_half(table, ks, 0, DS)), tl.zeros((BN, BK), tl.float32))
+    return dot(x_, tl.trans(_half(table, ks, 1, DS)), small)
 
 
 @triton.jit
-def _by_centroid(x, table, ks, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+def _by_centroid(x, x_, table, ks, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """The same, `(BK, BN)`."""
-    return dot(_eight(table, ks, DS), tl.trans(x), tl.zeros((BK, BN), tl.float32))
+    small = dot(_half(table, ks, 0, DS), tl.trans(x), tl.zeros((BK, BN), tl.float32))
+    return dot(_half(table, ks, 1, DS), tl.trans(x_), small)
 
 
 @triton.jit
-def _folded(acc, PARTS: tl.constexpr, ROWS: tl.constexpr, DS: tl.constexpr):
-    """Sums of rows of four parts, or of a centroid's eight, to their values `(ROWS, DS)`."""
-    parts = tl.reshape(acc, (ROWS, PARTS, DS))
-    part = tl.arange(0, PARTS)[None, :, None]
-    if PARTS == 8:
-        counts = (part == 1) | (part == 2) | (part == 7)
-    else:
-        counts = part < 3
-    return tl.sum(tl.where(counts, parts, 0.0), 1)
+def _folded(acc, DS: tl.constexpr):
+    """Sums of rows of four parts to `(ROWS, DS)` values, and `(ROWS,)` what was in the last part."""
+    parts = tl.reshape(acc, (acc.shape[0], 4, DS))
+    values = tl.sum(tl.where((tl.arange(0, 4) < 3)[None, :, None], parts, 0.0), 1)
+    return values, tl.sum(tl.where((tl.arange(0, 4 * DS) >= 3 * DS)[None, :], acc, 0.0), 1)
 
 
 @triton.jit
-def _deposit(acc, partial, ks, add, D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr):
+def _deposit(acc, partial, ks, add, D: tl.constexpr, DS: tl.constexpr):
     """Into this program's rows of `partial`, `(KP, D + 1)`."""
-    values = _folded(acc, 4, BK, DS)
-    last = tl.sum(tl.where((tl.arange(0, 4 * DS) == 3 * DS)[None, :], acc, 0.0), 1)  # what the ones have met
+    values, last = _folded(acc, DS)
     i = tl.arange(0, DS)[None, :]
     at = partial + ks[:, None] * (D + 1) + i
     end = partial + ks * (D + 1) + D
@@ -155,51 +152,43 @@ def _online(S, top, z):
 
 
 @triton.jit
-def _statistics(
-    x, y, Q, R, n, rows, MEAN: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr
-):
-    """Of each vector: the log2 of the softmax denominator, and, where asked for, sum_j A (R y)_j."""
-    top = tl.full((BN,), -1e38, tl.float32)
-    z = tl.zeros((BN,), tl.float32)
-    mean = tl.zeros((BN,), tl.float32)
-    for tile in range(NK):
-        ks = tile * BK + tl.arange(0, BK)
-        P, fade, top, z = _online(_by_vector(x, Q, ks, DS, BK, BN), top, z)
-        if MEAN:
-            mean = mean * fade + tl.sum(P * _by_vector(y, R, ks, DS, BK, BN), 1)
-    return _log_z(top, z, n, rows), mean / z
-
-
-@triton.jit
 def _log_z(top, z, n, rows):
     """A = 2^(logit - log_z); past the last vector zero."""
     return tl.where(rows < n, top + tl.log2(z), 1e38)
 
 
 @triton.jit
-def _contributions(x, v, Q, tile, log_z, acc, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
-    """Adds A^T [W, 1] of a tile of centroids: `(BK, 4 DS)`."""
-    ks = tile * BK + tl.arange(0, BK)
-    A = tl.exp2(_by_centroid(x, Q, ks, DS, BK, BN) - log_z[None, :])
-    return acc + _times(A, v)
+def _denominator(x, x_, Q, n, rows, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr):
+    """The log2 of the softmax denominator of each vector."""
+    top = tl.full((BN,), -1e38, tl.float32)
+    z = tl.zeros((BN,), tl.float32)
+    for tile in range(NK):
+        ks = tile * BK + tl.arange(0, BK)
+        _P, _fade, top, z = _online(_by_vector(x, x_, Q, ks, DS, BK, BN), top, z)
+    return _log_z(top, z, n, rows)
 
 
 @triton.jit
-def _average(
-    x, Q, scale, W_tilde, N, rows, D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    NK: tl.constexpr,
-):  # fmt: skip
-    """W_tilde = A C of the vectors, in one walk; returns the largest logit and the softmax denominator of each."""
-    VS: tl.constexpr = 64 if DS == 8 else 4 * DS
+def _average(x, x_, Q, R, n, rows, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr):
+    """The same, and A R, `(BN, 4 DS)`."""
     top = tl.full((BN,), -1e38, tl.float32)
     z = tl.zeros((BN,), tl.float32)
-    acc = tl.zeros((BN, VS), tl.float32)
+    acc = tl.zeros((BN, 4 * DS), tl.float32)
     for tile in range(NK):
         ks = tile * BK + tl.arange(0, BK)
-        P, fade, top, z = _online(_by_vector(x, Q, ks, DS, BK, BN), top, z)
-        acc = acc * fade[:, None] + _times(P, _summands(Q, ks, DS))
-    _store(acc * (1.0 / (z * 2 * scale))[:, None], W_tilde, rows, N, False, D, DS, BN)
-    return top, z
+        P, fade, top, z = _online(_by_vector(x, x_, Q, ks, DS, BK, BN), top, z)
+        acc = acc * fade[:, None] + _times(P, _half(R, ks, 0, DS))
+    return _log_z(top, z, n, rows), acc / z[:, None]
+
+
+@triton.jit
+def _store(values, target, rows, N, add, D: tl.constexpr, DS: tl.constexpr):
+    i = tl.arange(0, DS)[None, :]
+    at = rows[:, None] * D + i
+    mask = (i < D) & (at < N)
+    if add:
+        values += tl.load(target + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target + at, values.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -212,21 +201,22 @@ def sums(
     acc = tl.zeros((BK, 4 * DS), tl.float32)
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
-        x, v = _vectors(W, N, rows, True, D, DS, BN)
+        x, x_, v = _vectors(_load(W, N, rows, D, DS), True)
         if FIRST:
-            top, z = _average(x, Q, scale, W_tilde, N, rows, D, DS, BK, BN, NK)
-            log_z = _log_z(top, z, n, rows)
+            log_z, AC = _average(x, x_, Q, Q, n, rows, DS, BK, BN, NK)
+            _store(_folded(AC, DS)[0] * (0.5 / scale), W_tilde, rows, N, False, D, DS)
         else:
-            log_z, _ = _statistics(x, x, Q, Q, n, rows, False, DS, BK, BN, NK)
+            log_z = _denominator(x, x_, Q, n, rows, DS, BK, BN, NK)
         for tile in range(NK):
+            ks = tile * BK + tl.arange(0, BK)
+            A = tl.exp2(_by_centroid(x, x_, Q, ks, DS, BK, BN) - log_z[None, :])
+            contributions = _times(A, v)
             if NK == 1:
-                acc = _contributions(x, v, Q, tile, log_z, acc, DS, BK, BN)
+                acc += contributions
             else:
-                acc = tl.zeros((BK, 4 * DS), tl.float32)
-                acc = _contributions(x, v, Q, tile, log_z, acc, DS, BK, BN)
-                _deposit(acc, partial, tile * BK + tl.arange(0, BK), first != program * BN, D, DS, BK)
+                _deposit(contributions, partial, ks, first != program * BN, D, DS)
     if NK == 1:
-        _deposit(acc, partial, tl.arange(0, BK), False, D, DS, BK)
+        _deposit(acc, partial, tl.arange(0, BK), False, D, DS)
 
 
 @triton.jit
@@ -237,44 +227,39 @@ def averages(
     """W_tilde = A C."""
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
-        x, _ = _vectors(W, N, rows, True, D, DS, BN)
-        _average(x, Q, scale, W_tilde, N, rows, D, DS, BK, BN, NK)
-
-
-@triton.jit
-def _store(acc, target, rows, N, add, D: tl.constexpr, DS: tl.constexpr, BN: tl.constexpr):
-    values = _folded(acc, 8 if DS == 8 else 4, BN, DS)
-    i = tl.arange(0, DS)[None, :]
-    at = rows[:, None] * D + i
-    mask = (i < D) & (at < N)
-    if add:
-        values += tl.load(target + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target + at, values.to(target.dtype.element_ty), mask=mask)
+        x, x_, _v = _vectors(_load(W, N, rows, D, DS), True)
+        _log, AC = _average(x, x_, Q, Q, n, rows, DS, BK, BN, NK)
+        _store(_folded(AC, DS)[0] * (0.5 / scale), W_tilde, rows, N, False, D, DS)
 
 
 # Backward.  UPDATE: through C' = (A^T W) / mass, where dA = h (w - c') and R holds h; else through W_tilde = A C, where
-# dA = g c and R is Q.
+# dA = g c and R is Q.  The mean of dA over the centroids, sum_j A dA, is w (A h) plus the mean of the offsets, or
+# g (A c).
 
 
 @triton.jit
 def _through_softmax(
-    x, y, Q, R, ks, log_z, mean, slope, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr
+    x, x_, y, y_, Q, R, ks, log_z, mean, slope, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """A and e = A (dA - mean) slope, `(BN, BK)`; `mean` and `slope` are in units of what R holds."""
-    A = tl.exp2(_by_vector(x, Q, ks, DS, BK, BN) - log_z[:, None])
-    return A, A * ((_by_vector(y, R, ks, DS, BK, BN) - mean[:, None]) * slope)
+    A = tl.exp2(_by_vector(x, x_, Q, ks, DS, BK, BN) - log_z[:, None])
+    return A, A * ((_by_vector(y, y_, R, ks, DS, BK, BN) - mean[:, None]) * slope)
 
 
 @triton.jit
-def _pushed(A, e, Q, R, ks, UPDATE: tl.constexpr, DS: tl.constexpr):
-    """What the vectors receive, times the factor of the tables: e C and, through an update, A H: `(BN, VS)`.
-
-    e sums to zero over the centroids: e (c - w) is no different.
-    """
-    result = _times(e, _summands(Q, ks, DS))
+def _averages(
+    x, x_, y, Q, R, n, rows, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    NK: tl.constexpr,
+):  # fmt: skip
+    """The log2 of the softmax denominator and the mean of dA, `(BN,)`, and what the vectors receive not through the
+    softmax, `(BN, 4 DS)`, times the factor of the tables."""
+    log_z, AR = _average(x, x_, Q, R, n, rows, DS, BK, BN, NK)
+    values, offset = _folded(AR, DS)
+    mean = tl.sum(values * y, 1)
     if UPDATE:
-        result += _times(A, _summands(R, ks, DS))
-    return result
+        return log_z, mean + offset, AR
+    else:
+        return log_z, mean, tl.zeros_like(AR)
 
 
 @triton.jit
@@ -286,50 +271,48 @@ def gradient_sums(
 
     With PUSH also what the vectors receive, added to dW but from the output, which comes first.
     """
-    VS: tl.constexpr = 64 if DS == 8 else 4 * DS
     partial += program * KP * (D + 1)
     R = H if UPDATE else Q
     slope = slope / (2 * scale)
     acc = tl.zeros((BK, 4 * DS), tl.float32)
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
-        x, v = _vectors(W, N, rows, True, D, DS, BN)
-        y, u = x, v
+        values = _load(W, N, rows, D, DS)
+        x, x_, v = _vectors(values, True)
+        y, y_, u = x, x_, v
         if not UPDATE:
-            y, u = _vectors(G, N, rows, False, D, DS, BN)
-        log_z, mean = _statistics(x, y, Q, R, n, rows, True, DS, BK, BN, NK)
-        dw = tl.zeros((BN, VS), tl.float32)
+            values = _load(G, N, rows, D, DS)
+            y, y_, u = _vectors(values, False)
+        log_z, mean, dw = _averages(x, x_, values, Q, R, n, rows, UPDATE, DS, BK, BN, NK)
         for tile in range(NK):
             ks = tile * BK + tl.arange(0, BK)
-            A, e = _through_softmax(x, y, Q, R, ks, log_z, mean, slope, DS, BK, BN)
-            if PUSH:
-                dw += _pushed(A, e, Q, R, ks, UPDATE, DS)
+            A, e = _through_softmax(x, x_, y, y_, Q, R, ks, log_z, mean, slope, DS, BK, BN)
+            if PUSH:  # e sums to zero over the centroids: e c is e (c - w)
+                dw += _times(e, _half(Q, ks, 0, DS))
             received = _turned(e, v)
             if not UPDATE:
                 received += _turned(A, u)
             if NK == 1:
                 acc += received
             else:
-                _deposit(received, partial, ks, first != program * BN, D, DS, BK)
+                _deposit(received, partial, ks, first != program * BN, D, DS)
         if PUSH:
-            _store(dw * (0.5 / scale), dW, rows, N, UPDATE, D, DS, BN)
+            _store(_folded(dw, DS)[0] * (0.5 / scale), dW, rows, N, UPDATE, D, DS)
     if NK == 1:
-        _deposit(acc, partial, tl.arange(0, BK), False, D, DS, BK)
+        _deposit(acc, partial, tl.arange(0, BK), False, D, DS)
 
 
 @triton.jit
 def _through(
-    x, y, Q, R, n, rows, slope, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    NK: tl.constexpr,
+    x, x_, y, y_, values, Q, R, n, rows, slope, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, NK: tl.constexpr,
 ):  # fmt: skip
-    """`_pushed` from all centroids."""
-    VS: tl.constexpr = 64 if DS == 8 else 4 * DS
-    log_z, mean = _statistics(x, y, Q, R, n, rows, True, DS, BK, BN, NK)
-    result = tl.zeros((BN, VS), tl.float32)
+    """What the vectors receive from all centroids, `(BN, 4 DS)`, times the factor of the tables."""
+    log_z, mean, result = _averages(x, x_, values, Q, R, n, rows, UPDATE, DS, BK, BN, NK)
     for tile in range(NK):
         ks = tile * BK + tl.arange(0, BK)
-        A, e = _through_softmax(x, y, Q, R, ks, log_z, mean, slope, DS, BK, BN)
-        result += _pushed(A, e, Q, R, ks, UPDATE, DS)
+        _A, e = _through_softmax(x, x_, y, y_, Q, R, ks, log_z, mean, slope, DS, BK, BN)
+        result += _times(e, _half(Q, ks, 0, DS))
     return result
 
 
@@ -342,11 +325,13 @@ def gradient(
     slope = slope / (2 * scale)
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
-        x, _ = _vectors(W, N, rows, True, D, DS, BN)
-        y, _ = _vectors(G, N, rows, False, D, DS, BN)
+        w = _load(W, N, rows, D, DS)
+        g = _load(G, N, rows, D, DS)
+        x, x_, _v = _vectors(w, True)
+        y, y_, _u = _vectors(g, False)
         Q = Qs + last * table
-        acc = _through(x, y, Q, Q, n, rows, slope, False, DS, BK, BN, NK)
+        acc = _through(x, x_, y, y_, g, Q, Q, n, rows, slope, False, DS, BK, BN, NK)
         for t in range(low, high):
             Q = Qs + t * table
-            acc += _through(x, x, Q, Hs + (t + shift) * table, n, rows, slope, True, DS, BK, BN, NK)
-        _store(acc * (0.5 / scale), dW, rows, N, False, D, DS, BN)
+            acc += _through(x, x_, x, x_, w, Q, Hs + (t + shift) * table, n, rows, slope, True, DS, BK, BN, NK)
+        _store(_folded(acc, DS)[0] * (0.5 / scale), dW, rows, N, False, D, DS)

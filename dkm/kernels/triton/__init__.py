@@ -99,12 +99,17 @@ def backward(
     reduce: Reduce | None = None,
 ):
     """The gradient of W_tilde, `(N,)` -> those of W, `(N,)`, and of the centroids, `(k, d)`; see the package."""
-    if not by_table(W, trail.shape[1], trail.shape[2] - 1):
-        return _Backward(G, W, None, trail, iterations, tau, metric, gradient, reduce).run()
+    shape = trail.shape[1], trail.shape[2] - 1
+    common = trail, iterations, tau, gradient, reduce
+    if not by_table(W, *shape):
+        return _placed(lambda tiles: _Backward(tiles, G, W, None, *common).run(), W, None, *shape, metric, True)
     values, counts, sums = table.population(W, G)
-    through_updates = _Backward(sums, values, counts, trail, iterations, tau, metric, gradient, reduce, output=False)
-    offsets, dC = through_updates.run()
-    slopes = through_updates.slopes()
+
+    def through_updates(tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:
+        steps = _Backward(tiles, sums, values, counts, *common, output=False)
+        return *steps.run(), steps.slopes()
+
+    offsets, dC, slopes = _placed(through_updates, values, counts, *shape, metric, True)
     return table.look_up_gradient(W, G, slopes, offsets), dC
 
 
@@ -126,12 +131,21 @@ class _Tiles(NamedTuple):
     n: int  # vectors
     KP: int  # centroids, whole tiles
     programs: int
+    rows: int  # of partial sums: programs that have any
     arguments: dict  # of the kernels
 
 
 @functools.lru_cache(maxsize=4096)
 def _tiles(
-    N: int, k: int, d: int, euclidean: bool, counts: bool, windows: bool, backward: bool, device: torch.device
+    N: int,
+    k: int,
+    d: int,
+    euclidean: bool,
+    counts: bool,
+    windows: bool,
+    backward: bool,
+    device: torch.device,
+    modest: bool = False,
 ) -> _Tiles:
     n = -(-N // d)
     BK = max(2, triton.next_power_of_2(k))
@@ -153,7 +167,9 @@ def _tiles(
         BK = min(BK, max(2, 128 // DP)) if d > 1 else BK if BK <= 32 else 16
         BN, warps, each = 128 * max(1, min(8, 64 // (BK * DP))), 4, 2
     NK = -(-k // BK)
-    stages = 2 if products and DS == 8 and NK > 1 else 1  # read the next tile ahead, where there is room for two
+    stages = (3 if DS == 8 and not backward else 2) if products else 1  # tiles read ahead, as many as there is room for
+    if modest:
+        each, registers, stages = 1, None, 1
     E = max(DS, triton.next_power_of_2(d + 1)) if products else triton.next_power_of_2(d + 1)
     processors = 3 if INTERPRETED else each * torch.cuda.get_device_properties(device).multi_processor_count
     arguments = dict(
@@ -165,7 +181,10 @@ def _tiles(
     if registers is not None and not INTERPRETED:
         arguments["maxnreg"] = registers
     KP = (NK + windows) * BK  # the last window may begin anywhere
-    programs = max(1, min(-(-n // max(arguments["TILE"], BN)), processors))
+    tiles = max(1, -(-n // max(arguments["TILE"], BN)))
+    working = -(-tiles // -(-tiles // processors))  # as many as take equally many tiles, or one less
+    # with few vectors, more programs share the work of the centroids; the others write their sums in any case
+    programs = max(working, min(KP // 4, processors)) if products and NK > 1 else working
     # sums over programs: everybody takes part, and reads as much at once as fits the registers
     if INTERPRETED:
         rows, chunk = 64, 4
@@ -174,7 +193,24 @@ def _tiles(
     else:
         rows, chunk = 4, min(512, 1024 // E)
     arguments |= dict(ROWS=rows, CHUNK=chunk)
-    return _Tiles(n, KP, programs, arguments)
+    return _Tiles(n, KP, programs, working if products and NK > 1 else programs, arguments)
+
+
+_cramped: set[tuple] = set()  # arguments of _tiles
+
+
+def _placed(run: Callable[[_Tiles], tuple], W, counts, k: int, d: int, metric: str, backward: bool) -> tuple:
+    """`run` with tiles; on a device with less room than those are made for, with modest ones."""
+    windows = counts is None and by_windows(W, k, d, metric)
+    arguments = W.numel(), k, d, metric == "euclidean", counts is not None, windows, backward, W.device
+    try:
+        return run(_tiles(*arguments, arguments in _cramped))
+    except (RuntimeError, triton.OutOfResources) as error:  # before anything has run
+        full = isinstance(error, triton.OutOfResources) or "cooperative launch" in str(error)
+        if not full or arguments in _cramped:
+            raise
+    _cramped.add(arguments)
+    return run(_tiles(*arguments, True))
 
 
 def _scratch(tiles: _Tiles, device: torch.device, tables: int) -> tuple[Tensor, Tensor]:
@@ -187,17 +223,22 @@ def _scratch(tiles: _Tiles, device: torch.device, tables: int) -> tuple[Tensor, 
     each = tile // 2 + tile // PART.value * tables
     room = torch.empty(tiles.programs * each, device=device) if tile else None
     return (
-        make(tiles.programs, tiles.KP, d + 1, device=device),
+        make(tiles.rows, tiles.KP, d + 1, device=device),
         torch.empty(rows, 8 * DS, dtype=torch.bfloat16, device=device) if room is None else room,
     )
 
 
 def _forward(W, counts, C, tau, eps, max_iter, metric, reduce, state: State | None = None):
+    return _placed(
+        lambda tiles: _run_forward(tiles, W, counts, C, tau, eps, max_iter, reduce, state),
+        W, counts, *C.shape, metric, False,
+    )  # fmt: skip
+
+
+def _run_forward(tiles, W, counts, C, tau, eps, max_iter, reduce, state):
     k, d = C.shape
-    windows = counts is None and by_windows(W, k, d, metric)
-    tiles = _tiles(W.numel(), k, d, metric == "euclidean", counts is not None, windows, False, W.device)
     moves = torch.zeros(frame.HEADER.value + max_iter, device=W.device)
-    partial, Qs = _scratch(tiles, W.device, 1 if windows else max_iter + 1)
+    partial, Qs = _scratch(tiles, W.device, 1 if tiles.arguments["TILE"] else max_iter + 1)
     trail = torch.empty(max_iter + 1, k, d + 1, device=W.device)
     iterations = torch.empty((), dtype=torch.int64, device=W.device)
     W_tilde = torch.empty_like(W)
@@ -207,7 +248,7 @@ def _forward(W, counts, C, tau, eps, max_iter, metric, reduce, state: State | No
     else:
         kept = state
 
-    def launch(phase: int, t: int = 0, rows: int = tiles.programs, **options) -> None:
+    def launch(phase: int, t: int = 0, rows: int = tiles.rows, **options) -> None:
         frame.forward_kernel[(tiles.programs,)](
             W, W if counts is None else counts, *kept[:5], tau, trail, moves, partial, Qs, iterations, W_tilde,
             W.numel(), tiles.n, k, tiles.KP, rows, eps, NO_MASS, max_iter, *kept[5:], t, PHASE=phase,
@@ -233,16 +274,14 @@ def _forward(W, counts, C, tau, eps, max_iter, metric, reduce, state: State | No
 
 
 class _Backward:
-    def __init__(self, G, W, counts, trail, iterations, tau, metric, gradient, reduce, output=True):
+    def __init__(self, tiles, G, W, counts, trail, iterations, tau, gradient, reduce, output=True):
         self.max_iter, self.k, self.d = trail.shape[0] - 1, trail.shape[1], trail.shape[2] - 1
         self.gradient, self.reduce, self.output = gradient, reduce, output
-        windows = counts is None and by_windows(W, self.k, self.d, metric)
         # a table's dW is not a sum over the output and the updates, the fixed point's updates come later, and for
         # windows dW holds something else meanwhile
-        self.push = gradient == "unrolled" and counts is None and W.dtype == torch.float32 and not windows
-        self.tiles = tiles = _tiles(
-            W.numel(), self.k, self.d, metric == "euclidean", counts is not None, windows, True, W.device
-        )
+        alone = counts is None and not tiles.arguments["TILE"]
+        self.push = gradient == "unrolled" and alone and W.dtype == torch.float32
+        self.tiles = tiles
         self.partial, Qs = _scratch(tiles, W.device, self.max_iter + 1)
         Hs = torch.empty_like(Qs if tiles.arguments["PRODUCTS"] else trail)
         self.us = torch.empty(self.max_iter + 1, self.k, self.d, device=W.device)
@@ -269,7 +308,7 @@ class _Backward:
     ):
         frame.backward_kernel[(self.tiles.programs,)](
             self.G if G is None else G, *self.common, self.dW if dW is None else dW, *self.sizes,
-            self.tiles.programs if rows is None else rows, NO_MASS, self.max_iter, t, slot, target, PHASE=phase,
+            self.tiles.rows if rows is None else rows, NO_MASS, self.max_iter, t, slot, target, PHASE=phase,
             MODE=self.gradient, OUTPUT=output, UPDATES=updates, PUSH=push, **self.tiles.arguments, **options,
         )  # fmt: skip
 

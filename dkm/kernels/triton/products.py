@@ -120,25 +120,25 @@ def _by_centroid(x, x_, table, ks, DS: tl.constexpr, BK: tl.constexpr, BN: tl.co
 
 @triton.jit
 def _folded(acc, DS: tl.constexpr):
-    """Sums of rows of four parts to `(ROWS, DS)` values, and `(ROWS,)` what was in the last part."""
+    """Sums of rows of four parts to `(ROWS, DS)` values, and what was in the last part."""
     parts = tl.reshape(acc, (acc.shape[0], 4, DS))
-    values = tl.sum(tl.where((tl.arange(0, 4) < 3)[None, :, None], parts, 0.0), 1)
-    return values, tl.sum(tl.where((tl.arange(0, 4 * DS) >= 3 * DS)[None, :], acc, 0.0), 1)
+    last = (tl.arange(0, 4) == 3)[None, :, None]
+    return tl.sum(tl.where(last, 0.0, parts), 1), tl.sum(tl.where(last, parts, 0.0), 1)
 
 
 @triton.jit
 def _deposit(acc, partial, ks, add, D: tl.constexpr, DS: tl.constexpr):
     """Into this program's rows of `partial`, `(KP, D + 1)`."""
     values, last = _folded(acc, DS)
-    i = tl.arange(0, DS)[None, :]
-    at = partial + ks[:, None] * (D + 1) + i
-    end = partial + ks * (D + 1) + D
+    both = tl.join(values, last)
+    i = tl.arange(0, DS)[None, :, None]
+    j = tl.arange(0, 2)[None, None, :]
+    at = partial + ks[:, None, None] * (D + 1) + tl.where(j == 0, i, D)
+    mask = tl.where(j == 0, i < D, i == 0)
     if add:  # by the memory: nobody waits for what is there; in order, since an element is always the same thread's
-        tl.atomic_add(at, values, mask=i < D, sem="relaxed")
-        tl.atomic_add(end, last, sem="relaxed")
+        tl.atomic_add(at, both, mask=mask, sem="relaxed")
     else:
-        tl.store(at, values, mask=i < D)
-        tl.store(end, last)
+        tl.store(at, both, mask=mask)
 
 
 @triton.jit
@@ -158,19 +158,25 @@ def _log_z(top, z, n, rows):
 
 
 @triton.jit
-def _denominator(x, x_, Q, n, rows, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr):
-    """The log2 of the softmax denominator of each vector."""
+def _statistics(
+    x, x_, y, y_, Q, n, rows, MEAN: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    NK: tl.constexpr,
+):  # fmt: skip
+    """The log2 of the softmax denominator of each vector, and, where asked for, sum_j A (Q y)_j."""
     top = tl.full((BN,), -1e38, tl.float32)
     z = tl.zeros((BN,), tl.float32)
+    mean = tl.zeros((BN,), tl.float32)
     for tile in range(NK):
         ks = tile * BK + tl.arange(0, BK)
-        _P, _fade, top, z = _online(_by_vector(x, x_, Q, ks, DS, BK, BN), top, z)
-    return _log_z(top, z, n, rows)
+        P, fade, top, z = _online(_by_vector(x, x_, Q, ks, DS, BK, BN), top, z)
+        if MEAN:
+            mean = mean * fade + tl.sum(P * _by_vector(y, y_, Q, ks, DS, BK, BN), 1)
+    return _log_z(top, z, n, rows), mean / z
 
 
 @triton.jit
 def _average(x, x_, Q, R, n, rows, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr):
-    """The same, and A R, `(BN, 4 DS)`."""
+    """The same denominator, and A R, `(BN, 4 DS)`."""
     top = tl.full((BN,), -1e38, tl.float32)
     z = tl.zeros((BN,), tl.float32)
     acc = tl.zeros((BN, 4 * DS), tl.float32)
@@ -182,13 +188,10 @@ def _average(x, x_, Q, R, n, rows, DS: tl.constexpr, BK: tl.constexpr, BN: tl.co
 
 
 @triton.jit
-def _store(values, target, rows, N, add, D: tl.constexpr, DS: tl.constexpr):
+def _store(values, target, rows, N, D: tl.constexpr, DS: tl.constexpr):
     i = tl.arange(0, DS)[None, :]
     at = rows[:, None] * D + i
-    mask = (i < D) & (at < N)
-    if add:
-        values += tl.load(target + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target + at, values.to(target.dtype.element_ty), mask=mask)
+    tl.store(target + at, values.to(target.dtype.element_ty), mask=(i < D) & (at < N))
 
 
 @triton.jit
@@ -204,9 +207,9 @@ def sums(
         x, x_, v = _vectors(_load(W, N, rows, D, DS), True)
         if FIRST:
             log_z, AC = _average(x, x_, Q, Q, n, rows, DS, BK, BN, NK)
-            _store(_folded(AC, DS)[0] * (0.5 / scale), W_tilde, rows, N, False, D, DS)
+            _store(_folded(AC, DS)[0] * (0.5 / scale), W_tilde, rows, N, D, DS)
         else:
-            log_z = _denominator(x, x_, Q, n, rows, DS, BK, BN, NK)
+            log_z, _ = _statistics(x, x_, x, x_, Q, n, rows, False, DS, BK, BN, NK)
         for tile in range(NK):
             ks = tile * BK + tl.arange(0, BK)
             A = tl.exp2(_by_centroid(x, x_, Q, ks, DS, BK, BN) - log_z[None, :])
@@ -229,12 +232,11 @@ def averages(
         rows = first + tl.arange(0, BN)
         x, x_, _v = _vectors(_load(W, N, rows, D, DS), True)
         _log, AC = _average(x, x_, Q, Q, n, rows, DS, BK, BN, NK)
-        _store(_folded(AC, DS)[0] * (0.5 / scale), W_tilde, rows, N, False, D, DS)
+        _store(_folded(AC, DS)[0] * (0.5 / scale), W_tilde, rows, N, D, DS)
 
 
 # Backward.  UPDATE: through C' = (A^T W) / mass, where dA = h (w - c') and R holds h; else through W_tilde = A C, where
-# dA = g c and R is Q.  The mean of dA over the centroids, sum_j A dA, is w (A h) plus the mean of the offsets, or
-# g (A c).
+# dA = g c and R is Q.
 
 
 @triton.jit
@@ -248,18 +250,18 @@ def _through_softmax(
 
 @triton.jit
 def _averages(
-    x, x_, y, Q, R, n, rows, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    x, x_, y, y_, w, Q, R, n, rows, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     NK: tl.constexpr,
 ):  # fmt: skip
     """The log2 of the softmax denominator and the mean of dA, `(BN,)`, and what the vectors receive not through the
     softmax, `(BN, 4 DS)`, times the factor of the tables."""
-    log_z, AR = _average(x, x_, Q, R, n, rows, DS, BK, BN, NK)
-    values, offset = _folded(AR, DS)
-    mean = tl.sum(values * y, 1)
-    if UPDATE:
-        return log_z, mean + offset, AR
+    if UPDATE:  # the mean of h (w - c') is w (A h) and the mean of the offsets
+        log_z, AR = _average(x, x_, Q, R, n, rows, DS, BK, BN, NK)
+        values, offset = _folded(AR, DS)
+        return log_z, tl.sum(values * w + offset, 1), AR
     else:
-        return log_z, mean, tl.zeros_like(AR)
+        log_z, mean = _statistics(x, x_, y, y_, Q, n, rows, True, DS, BK, BN, NK)
+        return log_z, mean, tl.zeros((BN, 4 * DS), tl.float32)
 
 
 @triton.jit
@@ -277,13 +279,15 @@ def gradient_sums(
     acc = tl.zeros((BK, 4 * DS), tl.float32)
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
-        values = _load(W, N, rows, D, DS)
-        x, x_, v = _vectors(values, True)
+        w = _load(W, N, rows, D, DS)
+        x, x_, v = _vectors(w, True)
         y, y_, u = x, x_, v
         if not UPDATE:
-            values = _load(G, N, rows, D, DS)
-            y, y_, u = _vectors(values, False)
-        log_z, mean, dw = _averages(x, x_, values, Q, R, n, rows, UPDATE, DS, BK, BN, NK)
+            y, y_, u = _vectors(_load(G, N, rows, D, DS), False)
+        log_z, mean, dw = _averages(x, x_, y, y_, w, Q, R, n, rows, UPDATE, DS, BK, BN, NK)
+        before = tl.zeros((BN, DS), tl.float32)
+        if PUSH and UPDATE:
+            before = _load(dW, N, rows, D, DS)  # here: later, everything would wait for it
         for tile in range(NK):
             ks = tile * BK + tl.arange(0, BK)
             A, e = _through_softmax(x, x_, y, y_, Q, R, ks, log_z, mean, slope, DS, BK, BN)
@@ -297,18 +301,18 @@ def gradient_sums(
             else:
                 _deposit(received, partial, ks, first != program * BN, D, DS)
         if PUSH:
-            _store(_folded(dw, DS)[0] * (0.5 / scale), dW, rows, N, UPDATE, D, DS)
+            _store(_folded(dw, DS)[0] * (0.5 / scale) + before, dW, rows, N, D, DS)
     if NK == 1:
         _deposit(acc, partial, tl.arange(0, BK), False, D, DS)
 
 
 @triton.jit
 def _through(
-    x, x_, y, y_, values, Q, R, n, rows, slope, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
+    x, x_, y, y_, w, Q, R, n, rows, slope, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr, NK: tl.constexpr,
 ):  # fmt: skip
     """What the vectors receive from all centroids, `(BN, 4 DS)`, times the factor of the tables."""
-    log_z, mean, result = _averages(x, x_, values, Q, R, n, rows, UPDATE, DS, BK, BN, NK)
+    log_z, mean, result = _averages(x, x_, y, y_, w, Q, R, n, rows, UPDATE, DS, BK, BN, NK)
     for tile in range(NK):
         ks = tile * BK + tl.arange(0, BK)
         _A, e = _through_softmax(x, x_, y, y_, Q, R, ks, log_z, mean, slope, DS, BK, BN)
@@ -326,12 +330,11 @@ def gradient(
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
         w = _load(W, N, rows, D, DS)
-        g = _load(G, N, rows, D, DS)
         x, x_, _v = _vectors(w, True)
-        y, y_, _u = _vectors(g, False)
+        y, y_, _u = _vectors(_load(G, N, rows, D, DS), False)
         Q = Qs + last * table
-        acc = _through(x, x_, y, y_, g, Q, Q, n, rows, slope, False, DS, BK, BN, NK)
+        acc = _through(x, x_, y, y_, w, Q, Q, n, rows, slope, False, DS, BK, BN, NK)
         for t in range(low, high):
             Q = Qs + t * table
             acc += _through(x, x_, x, x_, w, Q, Hs + (t + shift) * table, n, rows, slope, True, DS, BK, BN, NK)
-        _store(_folded(acc, DS)[0] * (0.5 / scale), dW, rows, N, False, D, DS)
+        _store(_folded(acc, DS)[0] * (0.5 / scale), dW, rows, N, D, DS)

@@ -109,9 +109,9 @@ def _training_step(
         dkm.compress_(model, plan, steps=1000)
     if settled:
         _settle(model)
-    # A rate this low: through five iterations at random weights gradients are large, and a training that diverges
-    # stops iterating.
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9, fused=True)
+    # Rates this low: through five iterations at random weights gradients are large, and a training that diverges stops
+    # iterating.  Late, weights hardly move, and one iteration is enough, as in trainings that are not made up.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-7 if settled else 1e-5, momentum=0.9, fused=True)
     images = torch.randn(batch, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
     labels = torch.randint(1000, (batch,), device=device)
 

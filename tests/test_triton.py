@@ -1,6 +1,7 @@
 """The GPU kernels against float64: on a GPU where there is one, else through Triton's interpreter."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,6 +124,18 @@ def test_more_programs_than_centroids():
     tiles = kernels._tiles(W.numel(), 200, 8, False, False, False, False, W.device)
     assert tiles.programs >= tiles.KP
     assert_close_to_float64(W, C, G, tau=2e-3, eps=0, max_iter=3)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's programs need not be on a chip at once")
+def test_a_device_with_less_room(monkeypatch):
+    """Twice the processors that there are: not all programs fit, and fewer are launched."""
+    real = torch.cuda.get_device_properties(0).multi_processor_count
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=2 * real))
+    monkeypatch.setattr(kernels, "_tiles", kernels._tiles.__wrapped__)
+    monkeypatch.setattr(kernels, "_cramped", set())
+    W, C, G = problem(64 * 6 * real, 8, 200)
+    assert_close_to_float64(W, C, G, tau=2e-3, eps=0, max_iter=3)
+    assert {backward for *_, backward, _ in kernels._cramped} == {False, True}
 
 
 @pytest.mark.parametrize("gradient", ["last", "implicit"])

@@ -180,11 +180,20 @@ def _forward(
 
 
 def _backward(
-    G: Tensor, W: Tensor, trail: Tensor, iterations: Tensor, tau: Tensor, metric: str, impl: str, gradient: str
+    G: Tensor,
+    W: Tensor,
+    trail: Tensor,
+    iterations: Tensor,
+    tau: Tensor,
+    metric: str,
+    impl: str,
+    gradient: str,
+    centroids: bool,
 ) -> tuple[Tensor, Tensor]:
     kernels = _kernels(impl, W, trail.shape[2] - 1)
     with _no_autocast(W, kernels):
-        return kernels.backward(G, W, trail, iterations, tau, metric, gradient)
+        dW, dC = kernels.backward(G, W, trail, iterations, tau, metric, gradient, centroids=centroids)
+    return dW, trail.new_empty(0) if dC is None else dC  # an operator returns tensors
 
 
 def _no_autocast(W: Tensor, kernels: ModuleType) -> AbstractContextManager:
@@ -203,10 +212,17 @@ def _gradients(ctx, G: Tensor, backward: Callable) -> tuple:
     """Of every argument of `_forward`."""
     W, trail, iterations, tau, W_tilde = ctx.saved_tensors
     G = G.contiguous()
-    dW, dC = backward(G, W, trail, iterations, tau, ctx.metric, ctx.impl, ctx.gradient)
+    wanted = ctx.needs_input_grad[1]
+    centroids = W_tilde is not None or (wanted and ctx.gradient == "unrolled")
+    dW, dC = backward(G, W, trail, iterations, tau, ctx.metric, ctx.impl, ctx.gradient, centroids)
     dtau = None if W_tilde is None else _tau_gradient(G, W_tilde, dW, W, dC, trail, iterations, tau, ctx)
-    dC = dC if ctx.gradient == "unrolled" else torch.zeros_like(dC)
-    return dW, dC.to(ctx.C_dtype), dtau, None, None, None, None, None
+    if not wanted:
+        dC = None
+    elif ctx.gradient == "unrolled":
+        dC = dC.to(ctx.C_dtype)
+    else:
+        dC = torch.zeros_like(trail[0, :, :-1], dtype=ctx.C_dtype)
+    return dW, dC, dtau, None, None, None, None, None
 
 
 def _tau_gradient(G, W_tilde, dW, W, dC, trail, iterations, tau, ctx) -> Tensor:
@@ -253,6 +269,7 @@ class _Advance(torch.autograd.Function):
         W_tilde, iterations, trail, tau = triton.advance(W, triton.State(*state), eps, max_iter, metric)
         ctx.save_for_backward(W, trail, iterations, tau)
         ctx.mark_non_differentiable(iterations)
+        ctx.set_materialize_grads(False)  # zeros for the iterations: a launch a weight and step
         return _shaped(W_tilde, ctx.shape, ctx.last), iterations
 
     @staticmethod
@@ -261,7 +278,8 @@ class _Advance(torch.autograd.Function):
         from .kernels import triton
 
         W, trail, iterations, tau = ctx.saved_tensors
-        dW, _ = triton.backward(_flat(G, ctx.last), W, trail, iterations, tau, ctx.metric, ctx.gradient)
+        G = _flat(G, ctx.last)
+        dW, _ = triton.backward(G, W, trail, iterations, tau, ctx.metric, ctx.gradient, centroids=False)
         return _shaped(dW, ctx.shape, ctx.last), None, None, None, None, None
 
 
@@ -291,8 +309,8 @@ def _(W, C, tau, eps, max_iter, metric, impl, gradient):
 
 
 @_backward_operator.register_fake
-def _(G, W, trail, iterations, tau, metric, impl, gradient):
-    return torch.empty_like(W), trail.new_empty(trail.shape[1], trail.shape[2] - 1)
+def _(G, W, trail, iterations, tau, metric, impl, gradient, centroids):
+    return torch.empty_like(W), trail.new_empty((trail.shape[1], trail.shape[2] - 1) if centroids else 0)
 
 
 _operator.register_autograd(lambda ctx, G, *_: _gradients(ctx, G, _backward_operator), setup_context=_save)

@@ -328,7 +328,7 @@ class Sharded:
         )
         with torch.autocast(G.device.type, enabled=False):
             dW, dC = _kernels(clustered.impl, W, clustered.dim).backward(
-                G, W, trail, iterations, tau, clustered.metric, clustered.gradient, self.layout.sum
+                G, W, trail, iterations, tau, clustered.metric, clustered.gradient, self.layout.sum, W_tilde is not None
             )
         if W_tilde is not None:
             self._add_to_multiple(G, W_tilde, dW, W, dC)

@@ -126,6 +126,22 @@ def test_more_programs_than_centroids():
     assert_close_to_float64(W, C, G, tau=2e-3, eps=0, max_iter=3)
 
 
+@pytest.mark.parametrize("gradient", ["unrolled", "last", "implicit"])
+@pytest.mark.parametrize("eps", [0.0, 1e9])  # all iterations, and one
+@pytest.mark.parametrize(("k", "d", "dtype"), [(4, 1, torch.float32), (40, 8, torch.float32), (70, 3, torch.bfloat16)])
+def test_the_gradient_of_the_weight_alone(k, d, dtype, eps, gradient):
+    """In a training nobody asks for that of the centroids: less to compute, and the same numbers."""
+    W, C, G = problem(150, d, k)
+    results = []
+    for asked in (True, False):
+        w, c = W.to(dtype).requires_grad_(), C.clone().requires_grad_(asked)
+        W_tilde = cluster(w, c, tau=2e-3, eps=eps, max_iter=3, gradient=gradient, impl="triton").W_tilde
+        W_tilde.backward(G.to(dtype))
+        results.append(w.grad)
+        assert (c.grad is not None) is asked
+    assert torch.equal(*results)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's programs need not be on a chip at once")
 def test_a_device_with_less_room(monkeypatch):
     """Twice the processors that there are: not all programs fit, and fewer are launched."""

@@ -268,6 +268,7 @@ def backward(
     metric: str,
     gradient: str = "unrolled",
     reduce: Callable[[Tensor], Tensor] | None = None,
+    centroids: bool = True,
 ):
     """The gradient of W_tilde, `(N,)` -> those of W, `(N,)`, and of the centroids, `(k, d)`; see the package."""
     k, d, dtype, tau, r = trail.shape[1], trail.shape[2] - 1, trail.dtype, float(tau), int(iterations)
@@ -276,29 +277,35 @@ def backward(
     # Several iterations add up in dW: in 16 bit the sum would lose what the arithmetic kept.
     dW = torch.zeros_like(columns, dtype=dtype)
 
-    def through_update(dC: Tensor, t: int, dW: Tensor | None) -> Tensor:
-        """Through iteration t: from the gradient of what it made to that of what it started from."""
+    def through_update(dC: Tensor, t: int, dW: Tensor | None, wanted: bool = True) -> Tensor | None:
+        """Through iteration t: from the gradient of what it made to that of what it started from, where wanted."""
         C, C_next, mass = trail[t, :, :d], trail[t + 1, :, :d], trail[t + 1, :, d:]
         H = torch.where(mass <= no_mass(dtype), 0.0, dC / mass)
-        dC = _through_update(H, C_next, columns, dW, vectors, _Attention(C, tau, metric, vectors))
-        return dC if reduce is None else reduce(dC)
+        attention = _Attention(C, tau, metric, vectors)
+        return add_up(_through_update(H, C_next, columns, dW, vectors, attention, wanted))
 
-    dC = _through_output(G, columns, dW, vectors, _Attention(trail[r - 1, :, :d], tau, metric, vectors))
-    if reduce is not None:
-        dC = reduce(dC)
+    def add_up(dC: Tensor | None) -> Tensor | None:
+        return dC if reduce is None or dC is None else reduce(dC)
+
+    last = _Attention(trail[r - 1, :, :d], tau, metric, vectors)
+    further = gradient == "implicit" or (gradient == "unrolled" and r > 1)
+    dC = add_up(_through_output(G, columns, dW, vectors, last, centroids or further))
     if gradient == "unrolled":
         for t in range(r - 2, -1, -1):
             stayed = torch.where(trail[t + 1, :, d:] <= no_mass(dtype), dC, 0.0)
-            dC = stayed + through_update(dC, t, dW)
+            dC = through_update(dC, t, dW, centroids or t > 0)
+            dC = None if dC is None else stayed + dC
     elif gradient == "implicit":
         dC = solve(dC, lambda u: through_update(u, r - 1, None))
-        through_update(dC, r - 1, dW)
+        through_update(dC, r - 1, dW, False)
     columns = None
-    return vectors.flat(dW.to(W.dtype), W.numel()), dC
+    return vectors.flat(dW.to(W.dtype), W.numel()), dC if centroids else None
 
 
-def _through_output(G: Tensor, W: Tensor, dW: Tensor, vectors: _Vectors, attention: _Attention) -> Tensor:
-    """W_tilde = A C: adds to dW, returns the gradient of C."""
+def _through_output(
+    G: Tensor, W: Tensor, dW: Tensor, vectors: _Vectors, attention: _Attention, wanted: bool
+) -> Tensor | None:
+    """W_tilde = A C: adds to dW, returns the gradient of C where it is wanted."""
     d = vectors.d
     dC = torch.zeros_like(attention.C)
     for at in vectors:
@@ -309,16 +316,18 @@ def _through_output(G: Tensor, W: Tensor, dW: Tensor, vectors: _Vectors, attenti
         L = g.new_empty(d + 1, g.shape[1])
         torch.mul(g, share, out=L[:d])
         L[d] = -(L[:d] * averages[:d]).sum(0) * share[0]
-        pull, dw = _through_distance(block, R, L, attention.slope, vectors)
-        dC[block.near] += pull.addmm_(block.E, L[:d].t())
+        pull, dw = _through_distance(block, R, L, attention.slope, vectors, wanted)
+        if pull is not None:
+            dC[block.near] += pull.addmm_(block.E, L[:d].t())
         vectors.add(dW, at, dw)
-    return attention.unsorted(dC)
+    return attention.unsorted(dC) if wanted else None
 
 
 def _through_update(
-    H: Tensor, C_next: Tensor, W: Tensor, dW: Tensor | None, vectors: _Vectors, attention: _Attention
-) -> Tensor:
-    """C' = (A^T W) / mass, with H = dC' / mass: adds to dW where one is given, returns the gradient of C."""
+    H: Tensor, C_next: Tensor, W: Tensor, dW: Tensor | None, vectors: _Vectors, attention: _Attention, wanted: bool
+) -> Tensor | None:
+    """C' = (A^T W) / mass, with H = dC' / mass: adds to dW where one is given, returns the gradient of C where it is
+    wanted."""
     d = vectors.d
     dC = torch.zeros_like(attention.C)
     H, C_next = attention.sorted(H), attention.sorted(C_next)
@@ -335,21 +344,27 @@ def _through_update(
         L = s.new_empty(d + 2, len(s))
         torch.mul(block.x, share, out=L[: d + 1])
         torch.mul(s, L[d], out=L[d + 1])
-        pull, dw = _through_distance(block, torch.cat([h, -offset, -one], dim=1), L, attention.slope, vectors)
-        dC[block.near] += pull
+        pull, dw = _through_distance(block, torch.cat([h, -offset, -one], dim=1), L, attention.slope, vectors, wanted)
+        if pull is not None:
+            dC[block.near] += pull
         if dW is not None:
             vectors.add(dW, at, dw.add_(AH[:d]))
-    return attention.unsorted(dC)
+    return attention.unsorted(dC) if wanted else None
 
 
-def _through_distance(block: _Block, R: Tensor, L: Tensor, slope: float, vectors: _Vectors) -> tuple[Tensor, Tensor]:
-    """dA - s = R L -> the gradients, through the softmax and the distance, of C `(k', d)` and of w `(d, b)`."""
+def _through_distance(
+    block: _Block, R: Tensor, L: Tensor, slope: float, vectors: _Vectors, wanted: bool
+) -> tuple[Tensor | None, Tensor]:
+    """dA - s = R L -> the gradients, through the softmax and the distance, of C `(k', d)`, where that is wanted, and of
+    w `(d, b)`."""
     d = len(block.x) - 1
     e = torch.mm(R, L, out=vectors.scratch("e", *block.E.shape, L)).mul_(block.E)
     if block.D is not None:
         e.div_(block.D).masked_fill_(block.D == 0, 0)
-    pulled = e @ block.x.t()
     dw = block.C.t() @ e
     if block.D is not None:
         dw.addcmul_(e.sum(0), block.x[:d], value=-1)  # for the squared distance, e sums to zero
+    if not wanted:
+        return None, dw.mul_(slope)
+    pulled = e @ block.x.t()
     return (pulled[:, :d] - pulled[:, d:] * block.C).mul_(slope), dw.mul_(slope)

@@ -97,10 +97,11 @@ def backward(
     metric: str,
     gradient: str = "unrolled",
     reduce: Reduce | None = None,
+    centroids: bool = True,
 ):
     """The gradient of W_tilde, `(N,)` -> those of W, `(N,)`, and of the centroids, `(k, d)`; see the package."""
     shape = trail.shape[1], trail.shape[2] - 1
-    common = trail, iterations, tau, gradient, reduce
+    common = trail, iterations, tau, gradient, reduce, centroids
     if not by_table(W, *shape):
         return _placed(lambda tiles: _Backward(tiles, G, W, None, *common).run(), W, None, *shape, metric, True)
     values, counts, sums = table.population(W, G)
@@ -274,9 +275,11 @@ def _run_forward(tiles, W, counts, C, tau, eps, max_iter, reduce, state):
 
 
 class _Backward:
-    def __init__(self, tiles, G, W, counts, trail, iterations, tau, gradient, reduce, output=True):
+    def __init__(self, tiles, G, W, counts, trail, iterations, tau, gradient, reduce, centroids, output=True):
         self.max_iter, self.k, self.d = trail.shape[0] - 1, trail.shape[1], trail.shape[2] - 1
-        self.gradient, self.reduce, self.output = gradient, reduce, output
+        self.gradient, self.reduce, self.output, self.wanted = gradient, reduce, output, centroids
+        # windows are found on the way, and the fixed point starts from what the centroids received
+        self.centroids = centroids or bool(tiles.arguments["TILE"]) or gradient == "implicit"
         # a table's dW is not a sum over the output and the updates, the fixed point's updates come later, and for
         # windows dW holds something else meanwhile
         alone = counts is None and not tiles.arguments["TILE"]
@@ -309,22 +312,25 @@ class _Backward:
         frame.backward_kernel[(self.tiles.programs,)](
             self.G if G is None else G, *self.common, self.dW if dW is None else dW, *self.sizes,
             self.tiles.rows if rows is None else rows, NO_MASS, self.max_iter, t, slot, target, PHASE=phase,
-            MODE=self.gradient, OUTPUT=output, UPDATES=updates, PUSH=push, **self.tiles.arguments, **options,
+            MODE=self.gradient, OUTPUT=output, UPDATES=updates, PUSH=push, CENTROIDS=self.centroids,
+            **self.tiles.arguments, **options,
         )  # fmt: skip
 
-    def run(self) -> tuple[Tensor, Tensor]:
+    def run(self) -> tuple[Tensor, Tensor | None]:
+        dC = self.us[0] if self.wanted else None
         if self.gradient == "unrolled" and self.reduce is None and not INTERPRETED:
             self.launch(frame.ALL.value, output=self.output, updates=True, push=self.push, launch_cooperative_grid=True)
-            return self.dW, self.us[0]
+            return self.dW, dC
         self.launch(frame.PREPARE.value)
-        self.receive(output=True)
-        dC = self.us[0]
+        if self.gradient != "last" or self.centroids:
+            self.receive(output=True)
         if self.gradient == "unrolled":
             for t in range(self.max_iter - 2, -1, -1):
                 self.receive(t, t + 1, t)
         elif self.gradient == "implicit":
-            dC = solve(dC.clone(), self.through_fixed_point)
-            self.hold(dC)
+            fixed = solve(self.us[0].clone(), self.through_fixed_point)
+            self.hold(fixed)
+            dC = fixed if self.wanted else None
         if not self.push:
             self.launch(frame.MAP.value, output=self.output, updates=self.gradient != "last")
         return self.dW, dC
@@ -332,6 +338,8 @@ class _Backward:
     def receive(self, t: int = 0, slot: int = 0, target: int = 0, output: bool = False) -> None:
         """What the centroids receive through the output, or through iteration t from H in `slot`: into us[target]."""
         self.launch(frame.SUMS.value, t, slot, target, output=output, push=self.push)
+        if t == 0 and not output and not self.centroids:
+            return  # they had nothing to receive
         rows = None
         if self.reduce is not None:
             self.launch(frame.FOLD.value, t, slot, target, output=output)

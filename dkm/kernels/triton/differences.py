@@ -191,12 +191,12 @@ def _through_softmax(w, g, near, mean, c, h, o, scale, UPDATE: tl.constexpr, D: 
 @triton.jit
 def gradient_sums(
     G, W, counts, C, C_next, H, scale, slope, partial, dW, N, n, K, KP, program, programs, UPDATE: tl.constexpr,
-    PUSH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
-    EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr,
+    PUSH: tl.constexpr, RECEIVE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    NK: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """What the centroids receive: sum_i e (w - c) and, from the output, A g.  The last column is zero.
+    """RECEIVE: what the centroids receive, sum_i e (w - c) and, from the output, A g.  The last column is zero.
 
-    With PUSH also what the vectors receive, added to dW but from the output, which comes first.
+    PUSH: what the vectors receive, added to dW but from the output, which comes first.
     """
     partial += program * KP * (D + 1)
     c0, h0, o0 = _tables(C, C_next, H, tl.arange(0, BK), K, UPDATE, D, DP)
@@ -222,17 +222,19 @@ def gradient_sums(
             P, e = _through_softmax(w, g, near, mean, c, h, o, scale, UPDATE, D, EUCLIDEAN)
             if PUSH:
                 pushed += _push(P, e * slope, w, c, h, UPDATE)
-            e = e * (share * slope)[None, :]
-            received = e[None, :, :] * (w[:, None, :] - c[:, :, None])
-            if not UPDATE:
-                received += P[None, :, :] * (g * share[None, :])[:, None, :]
-            if NK == 1:
-                acc += received
-            else:
-                _deposit(tl.sum(received, 2), tl.zeros((BK,), tl.float32), partial, ks, first != program * BN, D, DP)
+            if RECEIVE:
+                e = e * (share * slope)[None, :]
+                received = e[None, :, :] * (w[:, None, :] - c[:, :, None])
+                if not UPDATE:
+                    received += P[None, :, :] * (g * share[None, :])[:, None, :]
+                if NK == 1:
+                    acc += received
+                else:
+                    none = tl.zeros((BK,), tl.float32)
+                    _deposit(tl.sum(received, 2), none, partial, ks, first != program * BN, D, DP)
         if PUSH:
             _store(pushed / z[None, :], dW, rows, N, UPDATE, D, DP)
-    if NK == 1:
+    if RECEIVE and NK == 1:
         _deposit(tl.sum(acc, 2), tl.zeros((BK,), tl.float32), partial, tl.arange(0, BK), False, D, DP)
 
 

@@ -398,9 +398,9 @@ def _take(
 @triton.jit
 def _gradient_sums(
     G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program, programs,
-    UPDATE: tl.constexpr, PUSH: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr,
-    COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    NK: tl.constexpr, TILE: tl.constexpr,
+    UPDATE: tl.constexpr, PUSH: tl.constexpr, RECEIVE: tl.constexpr, PRODUCTS: tl.constexpr,
+    EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     if TILE:
         C = trail + t * K * 2
@@ -411,13 +411,42 @@ def _gradient_sums(
     elif PRODUCTS:
         products.gradient_sums(
             G, W, Qs + t * KP * 8 * DS, tables + slot * KP * 8 * DS, scale, slope, partial, dW, N, n, KP, program,
-            programs, UPDATE, PUSH, D, DS, BK, BN, NK,
+            programs, UPDATE, PUSH, RECEIVE, D, DS, BK, BN, NK,
         )  # fmt: skip
     else:
         C = trail + t * K * (D + 1)
         differences.gradient_sums(
             G, W, counts, C, C + K * (D + 1), Hs + slot * K * (D + 1), scale, slope, partial, dW, N, n, K, KP,
-            program, programs, UPDATE, PUSH, D, DP, BK, BN, NK, EUCLIDEAN, COUNTS,
+            program, programs, UPDATE, PUSH, RECEIVE, D, DP, BK, BN, NK, EUCLIDEAN, COUNTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _received(t, CENTROIDS: tl.constexpr):
+    """Whether anybody asks for the gradient of row t of the trail."""
+    if CENTROIDS:
+        return True
+    else:
+        return t > 0
+
+
+@triton.jit
+def _contributions(
+    G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program, programs,
+    UPDATE: tl.constexpr, PUSH: tl.constexpr, CENTROIDS: tl.constexpr, PRODUCTS: tl.constexpr,
+    EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """`_gradient_sums`, as far as anybody asks for them."""
+    if _received(t, CENTROIDS):
+        _gradient_sums(
+            G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program, programs,
+            UPDATE, PUSH, True, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
+        )  # fmt: skip
+    elif PUSH:
+        _gradient_sums(
+            G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program, programs,
+            UPDATE, PUSH, False, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
 
 
@@ -425,9 +454,9 @@ def _gradient_sums(
 def backward_kernel(
     G, W, counts, trail, iterations, tau, us, Hs, tables, Qs, partial, dW, N, n, K, KP, P, no_mass, max_iter, t,
     slot, target, PHASE: tl.constexpr, MODE: tl.constexpr, OUTPUT: tl.constexpr, UPDATES: tl.constexpr,
-    PUSH: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    PUSH: tl.constexpr, CENTROIDS: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr,
+    COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, NK: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """From the last iteration to the first, what the centroids receive, `us`; then dW, through all of them at once.
 
@@ -436,7 +465,7 @@ def backward_kernel(
 
     us[i] is the gradient of row i of the trail and H of `slot` i belongs to it, but for the fixed point: there,
     slot max_iter belongs to row `used`, of which t = used - 1 is the iteration.
-    OUTPUT and UPDATES say what MAP, or for OUTPUT also SUMS, goes through.
+    OUTPUT and UPDATES say what MAP, or for OUTPUT also SUMS, goes through.  Without CENTROIDS, nobody asks for us[0].
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -456,27 +485,29 @@ def backward_kernel(
     if PHASE == ALL:
         if PRODUCTS:
             _barrier(counter, programs)
-        _gradient_sums(
+        _contributions(
             G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, used - 1, 0, program,
-            programs, False, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
+            programs, False, PUSH, CENTROIDS, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
-        _barrier(counter, programs)
-        _take(
-            trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, used - 1, used - 1, False, program, programs,
-            PRODUCTS, D, DS, E, ROWS, CHUNK,
-        )  # fmt: skip
+        if _received(used - 1, CENTROIDS):
+            _barrier(counter, programs)
+            _take(
+                trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, used - 1, used - 1, False, program,
+                programs, PRODUCTS, D, DS, E, ROWS, CHUNK,
+            )  # fmt: skip
         for back in range(2, used + 1):
             _barrier(counter, programs)
             i = used - back
-            _gradient_sums(
+            _contributions(
                 G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, i, i + 1, program,
-                programs, True, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
+                programs, True, PUSH, CENTROIDS, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
             )  # fmt: skip
-            _barrier(counter, programs)
-            _take(
-                trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, i, i, True, program, programs, PRODUCTS, D,
-                DS, E, ROWS, CHUNK,
-            )  # fmt: skip
+            if _received(i, CENTROIDS):
+                _barrier(counter, programs)
+                _take(
+                    trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, i, i, True, program, programs, PRODUCTS,
+                    D, DS, E, ROWS, CHUNK,
+                )  # fmt: skip
         if not PUSH:
             _barrier(counter, programs)
     if PHASE == SUMS or PHASE == TAKE:
@@ -487,10 +518,13 @@ def backward_kernel(
             t = used - 1
             if MODE == "unrolled":
                 target = t
+    if PHASE == TAKE:
+        if not _received(t, CENTROIDS):
+            return
     if PHASE == SUMS:
-        _gradient_sums(
+        _contributions(
             G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program,
-            programs, not OUTPUT, PUSH, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
+            programs, not OUTPUT, PUSH, CENTROIDS, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
     if PHASE == FOLD:
         _fold_rows(partial, P, KP, program, programs, D, E, ROWS, CHUNK)

@@ -267,11 +267,11 @@ def _averages(
 @triton.jit
 def gradient_sums(
     G, W, Q, H, scale, slope, partial, dW, N, n, KP, program, programs, UPDATE: tl.constexpr, PUSH: tl.constexpr,
-    D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
+    RECEIVE: tl.constexpr, D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
 ):  # fmt: skip
-    """What the centroids receive: sum_i e w and, from the output, A g; in the last column sum_i e.
+    """RECEIVE: what the centroids receive, sum_i e w and, from the output, A g; in the last column sum_i e.
 
-    With PUSH also what the vectors receive, added to dW but from the output, which comes first.
+    PUSH: what the vectors receive, added to dW but from the output, which comes first.
     """
     partial += program * KP * (D + 1)
     R = H if UPDATE else Q
@@ -293,16 +293,17 @@ def gradient_sums(
             A, e = _through_softmax(x, x_, y, y_, Q, R, ks, log_z, mean, slope, DS, BK, BN)
             if PUSH:  # e sums to zero over the centroids: e c is e (c - w)
                 dw += _times(e, _half(Q, ks, 0, DS))
-            received = _turned(e, v)
-            if not UPDATE:
-                received += _turned(A, u)
-            if NK == 1:
-                acc += received
-            else:
-                _deposit(received, partial, ks, first != program * BN, D, DS)
+            if RECEIVE:
+                received = _turned(e, v)
+                if not UPDATE:
+                    received += _turned(A, u)
+                if NK == 1:
+                    acc += received
+                else:
+                    _deposit(received, partial, ks, first != program * BN, D, DS)
         if PUSH:
             _store(_folded(dw, DS)[0] * (0.5 / scale) + before, dW, rows, N, D, DS)
-    if NK == 1:
+    if RECEIVE and NK == 1:
         _deposit(acc, partial, tl.arange(0, BK), False, D, DS)
 
 

@@ -145,8 +145,10 @@ def test_the_gradient_of_the_weight_alone(k, d, dtype, eps, gradient):
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's programs need not be on a chip at once")
 def test_a_device_with_less_room(monkeypatch):
     """Twice the processors that there are: not all programs fit, and fewer are launched."""
-    real = torch.cuda.get_device_properties(0).multi_processor_count
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=2 * real))
+    properties = torch.cuda.get_device_properties(0)
+    real = properties.multi_processor_count
+    more = SimpleNamespace(multi_processor_count=2 * real, major=properties.major, minor=properties.minor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: more)
     monkeypatch.setattr(kernels, "_tiles", kernels._tiles.__wrapped__)
     monkeypatch.setattr(kernels, "_cramped", set())
     W, C, G = problem(64 * 6 * real, 8, 200)

@@ -120,25 +120,25 @@ def _by_centroid(x, x_, table, ks, DS: tl.constexpr, BK: tl.constexpr, BN: tl.co
 
 @triton.jit
 def _folded(acc, DS: tl.constexpr):
-    """Sums of rows of four parts to `(ROWS, DS)` values, and what was in the last part."""
+    """Sums of rows of four parts to `(ROWS, DS)` values, and `(ROWS,)` what was in the last part."""
     parts = tl.reshape(acc, (acc.shape[0], 4, DS))
-    last = (tl.arange(0, 4) == 3)[None, :, None]
-    return tl.sum(tl.where(last, 0.0, parts), 1), tl.sum(tl.where(last, parts, 0.0), 1)
+    values = tl.sum(tl.where((tl.arange(0, 4) < 3)[None, :, None], parts, 0.0), 1)
+    return values, tl.sum(tl.where((tl.arange(0, 4 * DS) >= 3 * DS)[None, :], acc, 0.0), 1)
 
 
 @triton.jit
 def _deposit(acc, partial, ks, add, D: tl.constexpr, DS: tl.constexpr):
     """Into this program's rows of `partial`, `(KP, D + 1)`."""
     values, last = _folded(acc, DS)
-    both = tl.join(values, last)
-    i = tl.arange(0, DS)[None, :, None]
-    j = tl.arange(0, 2)[None, None, :]
-    at = partial + ks[:, None, None] * (D + 1) + tl.where(j == 0, i, D)
-    mask = tl.where(j == 0, i < D, i == 0)
+    i = tl.arange(0, DS)[None, :]
+    at = partial + ks[:, None] * (D + 1) + i
+    end = partial + ks * (D + 1) + D
     if add:  # by the memory: nobody waits for what is there; in order, since an element is always the same thread's
-        tl.atomic_add(at, both, mask=mask, sem="relaxed")
+        tl.atomic_add(at, values, mask=i < D, sem="relaxed")
+        tl.atomic_add(end, last, sem="relaxed")
     else:
-        tl.store(at, both, mask=mask)
+        tl.store(at, values, mask=i < D)
+        tl.store(end, last)
 
 
 @triton.jit
@@ -258,7 +258,7 @@ def _averages(
     if UPDATE:  # the mean of h (w - c') is w (A h) and the mean of the offsets
         log_z, AR = _average(x, x_, Q, R, n, rows, DS, BK, BN, NK)
         values, offset = _folded(AR, DS)
-        return log_z, tl.sum(values * w + offset, 1), AR
+        return log_z, tl.sum(values * w, 1) + offset, AR
     else:
         log_z, mean = _statistics(x, x_, y, y_, Q, n, rows, True, DS, BK, BN, NK)
         return log_z, mean, tl.zeros((BN, 4 * DS), tl.float32)

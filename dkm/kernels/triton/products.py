@@ -105,17 +105,17 @@ def _half(table, ks, HALF: tl.constexpr, DS: tl.constexpr):
 
 
 @triton.jit
-def _by_vector(x, x_, table, ks, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+def _by_vector(x0, x1, table, ks, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """Products of the vectors with the centroids `ks`, `(BN, BK)`."""
-    small = dot(x, tl.trans(_half(table, ks, 0, DS)), tl.zeros((BN, BK), tl.float32))
-    return dot(x_, tl.trans(_half(table, ks, 1, DS)), small)
+    small = dot(x0, tl.trans(_half(table, ks, 0, DS)), tl.zeros((BN, BK), tl.float32))
+    return dot(x1, tl.trans(_half(table, ks, 1, DS)), small)
 
 
 @triton.jit
-def _by_centroid(x, x_, table, ks, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+def _by_centroid(x0, x1, table, ks, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """The same, `(BK, BN)`."""
-    small = dot(_half(table, ks, 0, DS), tl.trans(x), tl.zeros((BK, BN), tl.float32))
-    return dot(_half(table, ks, 1, DS), tl.trans(x_), small)
+    small = dot(_half(table, ks, 0, DS), tl.trans(x0), tl.zeros((BK, BN), tl.float32))
+    return dot(_half(table, ks, 1, DS), tl.trans(x1), small)
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _log_z(top, z, n, rows):
 
 @triton.jit
 def _statistics(
-    x, x_, y, y_, Q, n, rows, MEAN: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    x0, x1, y0, y1, Q, n, rows, MEAN: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     NK: tl.constexpr,
 ):  # fmt: skip
     """The log2 of the softmax denominator of each vector, and, where asked for, sum_j A (Q y)_j."""
@@ -168,21 +168,21 @@ def _statistics(
     mean = tl.zeros((BN,), tl.float32)
     for tile in range(NK):
         ks = tile * BK + tl.arange(0, BK)
-        P, fade, top, z = _online(_by_vector(x, x_, Q, ks, DS, BK, BN), top, z)
+        P, fade, top, z = _online(_by_vector(x0, x1, Q, ks, DS, BK, BN), top, z)
         if MEAN:
-            mean = mean * fade + tl.sum(P * _by_vector(y, y_, Q, ks, DS, BK, BN), 1)
+            mean = mean * fade + tl.sum(P * _by_vector(y0, y1, Q, ks, DS, BK, BN), 1)
     return _log_z(top, z, n, rows), mean / z
 
 
 @triton.jit
-def _average(x, x_, Q, R, n, rows, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr):
+def _average(x0, x1, Q, R, n, rows, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr):
     """The same denominator, and A R, `(BN, 4 DS)`."""
     top = tl.full((BN,), -1e38, tl.float32)
     z = tl.zeros((BN,), tl.float32)
     acc = tl.zeros((BN, 4 * DS), tl.float32)
     for tile in range(NK):
         ks = tile * BK + tl.arange(0, BK)
-        P, fade, top, z = _online(_by_vector(x, x_, Q, ks, DS, BK, BN), top, z)
+        P, fade, top, z = _online(_by_vector(x0, x1, Q, ks, DS, BK, BN), top, z)
         acc = acc * fade[:, None] + _times(P, _half(R, ks, 0, DS))
     return _log_z(top, z, n, rows), acc / z[:, None]
 
@@ -204,15 +204,15 @@ def sums(
     acc = tl.zeros((BK, 4 * DS), tl.float32)
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
-        x, x_, v = _vectors(_load(W, N, rows, D, DS), True)
+        x0, x1, v = _vectors(_load(W, N, rows, D, DS), True)
         if FIRST:
-            log_z, AC = _average(x, x_, Q, Q, n, rows, DS, BK, BN, NK)
+            log_z, AC = _average(x0, x1, Q, Q, n, rows, DS, BK, BN, NK)
             _store(_folded(AC, DS)[0] * (0.5 / scale), W_tilde, rows, N, D, DS)
         else:
-            log_z, _ = _statistics(x, x_, x, x_, Q, n, rows, False, DS, BK, BN, NK)
+            log_z, _ = _statistics(x0, x1, x0, x1, Q, n, rows, False, DS, BK, BN, NK)
         for tile in range(NK):
             ks = tile * BK + tl.arange(0, BK)
-            A = tl.exp2(_by_centroid(x, x_, Q, ks, DS, BK, BN) - log_z[None, :])
+            A = tl.exp2(_by_centroid(x0, x1, Q, ks, DS, BK, BN) - log_z[None, :])
             contributions = _times(A, v)
             if NK == 1:
                 acc += contributions
@@ -230,8 +230,8 @@ def averages(
     """W_tilde = A C."""
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
-        x, x_, _v = _vectors(_load(W, N, rows, D, DS), True)
-        _log, AC = _average(x, x_, Q, Q, n, rows, DS, BK, BN, NK)
+        x0, x1, _v = _vectors(_load(W, N, rows, D, DS), True)
+        _log, AC = _average(x0, x1, Q, Q, n, rows, DS, BK, BN, NK)
         _store(_folded(AC, DS)[0] * (0.5 / scale), W_tilde, rows, N, D, DS)
 
 
@@ -241,26 +241,26 @@ def averages(
 
 @triton.jit
 def _through_softmax(
-    x, x_, y, y_, Q, R, ks, log_z, mean, slope, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr
+    x0, x1, y0, y1, Q, R, ks, log_z, mean, slope, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """A and e = A (dA - mean) slope, `(BN, BK)`; `mean` and `slope` are in units of what R holds."""
-    A = tl.exp2(_by_vector(x, x_, Q, ks, DS, BK, BN) - log_z[:, None])
-    return A, A * ((_by_vector(y, y_, R, ks, DS, BK, BN) - mean[:, None]) * slope)
+    A = tl.exp2(_by_vector(x0, x1, Q, ks, DS, BK, BN) - log_z[:, None])
+    return A, A * ((_by_vector(y0, y1, R, ks, DS, BK, BN) - mean[:, None]) * slope)
 
 
 @triton.jit
-def _averages(
-    x, x_, y, y_, w, Q, R, n, rows, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+def _outside_softmax(
+    x0, x1, y0, y1, w, Q, R, n, rows, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     NK: tl.constexpr,
 ):  # fmt: skip
     """The log2 of the softmax denominator and the mean of dA, `(BN,)`, and what the vectors receive not through the
     softmax, `(BN, 4 DS)`, times the factor of the tables."""
     if UPDATE:  # the mean of h (w - c') is w (A h) and the mean of the offsets
-        log_z, AR = _average(x, x_, Q, R, n, rows, DS, BK, BN, NK)
+        log_z, AR = _average(x0, x1, Q, R, n, rows, DS, BK, BN, NK)
         values, offset = _folded(AR, DS)
         return log_z, tl.sum(values * w, 1) + offset, AR
     else:
-        log_z, mean = _statistics(x, x_, y, y_, Q, n, rows, True, DS, BK, BN, NK)
+        log_z, mean = _statistics(x0, x1, y0, y1, Q, n, rows, True, DS, BK, BN, NK)
         return log_z, mean, tl.zeros((BN, 4 * DS), tl.float32)
 
 
@@ -280,17 +280,17 @@ def gradient_sums(
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
         w = _load(W, N, rows, D, DS)
-        x, x_, v = _vectors(w, True)
-        y, y_, u = x, x_, v
+        x0, x1, v = _vectors(w, True)
+        y0, y1, u = x0, x1, v
         if not UPDATE:
-            y, y_, u = _vectors(_load(G, N, rows, D, DS), False)
-        log_z, mean, dw = _averages(x, x_, y, y_, w, Q, R, n, rows, UPDATE, DS, BK, BN, NK)
+            y0, y1, u = _vectors(_load(G, N, rows, D, DS), False)
+        log_z, mean, dw = _outside_softmax(x0, x1, y0, y1, w, Q, R, n, rows, UPDATE, DS, BK, BN, NK)
         before = tl.zeros((BN, DS), tl.float32)
         if PUSH and UPDATE:
             before = _load(dW, N, rows, D, DS)  # here: later, everything would wait for it
         for tile in range(NK):
             ks = tile * BK + tl.arange(0, BK)
-            A, e = _through_softmax(x, x_, y, y_, Q, R, ks, log_z, mean, slope, DS, BK, BN)
+            A, e = _through_softmax(x0, x1, y0, y1, Q, R, ks, log_z, mean, slope, DS, BK, BN)
             if PUSH:  # e sums to zero over the centroids: e c is e (c - w)
                 dw += _times(e, _half(Q, ks, 0, DS))
             if RECEIVE:
@@ -309,14 +309,14 @@ def gradient_sums(
 
 @triton.jit
 def _through(
-    x, x_, y, y_, w, Q, R, n, rows, slope, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
+    x0, x1, y0, y1, w, Q, R, n, rows, slope, UPDATE: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr, NK: tl.constexpr,
 ):  # fmt: skip
     """What the vectors receive from all centroids, `(BN, 4 DS)`, times the factor of the tables."""
-    log_z, mean, result = _averages(x, x_, y, y_, w, Q, R, n, rows, UPDATE, DS, BK, BN, NK)
+    log_z, mean, result = _outside_softmax(x0, x1, y0, y1, w, Q, R, n, rows, UPDATE, DS, BK, BN, NK)
     for tile in range(NK):
         ks = tile * BK + tl.arange(0, BK)
-        _A, e = _through_softmax(x, x_, y, y_, Q, R, ks, log_z, mean, slope, DS, BK, BN)
+        _A, e = _through_softmax(x0, x1, y0, y1, Q, R, ks, log_z, mean, slope, DS, BK, BN)
         result += _times(e, _half(Q, ks, 0, DS))
     return result
 
@@ -331,11 +331,11 @@ def gradient(
     for first in range(program * BN, n, programs * BN):
         rows = first + tl.arange(0, BN)
         w = _load(W, N, rows, D, DS)
-        x, x_, _v = _vectors(w, True)
-        y, y_, _u = _vectors(_load(G, N, rows, D, DS), False)
+        x0, x1, _v = _vectors(w, True)
+        y0, y1, _u = _vectors(_load(G, N, rows, D, DS), False)
         Q = Qs + last * table
-        acc = _through(x, x_, y, y_, w, Q, Q, n, rows, slope, False, DS, BK, BN, NK)
+        acc = _through(x0, x1, y0, y1, w, Q, Q, n, rows, slope, False, DS, BK, BN, NK)
         for t in range(low, high):
             Q = Qs + t * table
-            acc += _through(x, x_, x, x_, w, Q, Hs + (t + shift) * table, n, rows, slope, True, DS, BK, BN, NK)
+            acc += _through(x0, x1, x0, x1, w, Q, Hs + (t + shift) * table, n, rows, slope, True, DS, BK, BN, NK)
         _store(_folded(acc, DS)[0] * (0.5 / scale), dW, rows, N, D, DS)

@@ -277,6 +277,8 @@ class _Advance(torch.autograd.Function):
     def backward(ctx, G, _):
         from .kernels import triton
 
+        if G is None:
+            return (None,) * 6
         W, trail, iterations, tau = ctx.saved_tensors
         G = _flat(G, ctx.last)
         dW, _ = triton.backward(G, W, trail, iterations, tau, ctx.metric, ctx.gradient, centroids=False)

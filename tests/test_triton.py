@@ -83,6 +83,7 @@ SHAPES = [
     (32, 2, 129),
     (33, 8, 71),
     (70, 10, 150),
+    (70, 8, 200),
     (130, 16, 140),
     (20, 33, 50),
 ]
@@ -142,18 +143,25 @@ def test_the_gradient_of_the_weight_alone(k, d, dtype, eps, gradient):
     assert torch.equal(*results)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's programs need not be on a chip at once")
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has all the room")
 def test_a_device_with_less_room(monkeypatch):
-    """Twice the processors that there are: not all programs fit, and fewer are launched."""
-    properties = torch.cuda.get_device_properties(0)
-    real = properties.multi_processor_count
-    more = SimpleNamespace(multi_processor_count=2 * real, major=properties.major, minor=properties.minor)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: more)
+    monkeypatch.setattr(kernels, "_has_room", lambda _: False)
     monkeypatch.setattr(kernels, "_tiles", kernels._tiles.__wrapped__)
-    monkeypatch.setattr(kernels, "_cramped", set())
-    W, C, G = problem(64 * 6 * real, 8, 200)
+    W, C, G = problem(17_001, 8, 200)
     assert_close_to_float64(W, C, G, tau=2e-3, eps=0, max_iter=3)
-    assert {backward for *_, backward, _ in kernels._cramped} == {False, True}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("d", [1, 2, 8, 16, 32])
+@pytest.mark.parametrize("k", [4, 64, 256, 1024, 4096])
+def test_whoever_has_vectors_has_a_row(k, d, backward, monkeypatch):
+    """For sums of their own, else they would be written past the end; on a device of 132 processors."""
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    properties = SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    for n in [1, 64, *range(3000, 300_000, 997)]:
+        tiles = kernels._tiles.__wrapped__(n * d, k, d, False, False, False, backward, torch.device("cuda"))
+        assert min(tiles.programs, -(-n // tiles.arguments["BN"])) <= tiles.rows <= tiles.programs
 
 
 @pytest.mark.parametrize("gradient", ["last", "implicit"])
@@ -223,6 +231,73 @@ def test_windows_of_near_centroids(monkeypatch, k, temperature, ordered, gradien
         scale = G if name[0] == "d" else None
         allowed = max(error(dense[name], wanted, scale), error(plain[name], wanted, scale))
         assert error(got[name], wanted, scale) <= 2 * allowed + 2**-22, name
+
+
+@pytest.mark.parametrize("centroids", [True, False])
+@pytest.mark.parametrize("gradient", ["unrolled", "last", "implicit"])
+def test_processes_reduce_equally_often(gradient, centroids, monkeypatch):
+    """One may have so many weights that windows pay, another not: they would wait for one another forever."""
+    W, C, G = problem(300, 1, 40)
+    tau = torch.tensor(2e-4, device=DEVICE)
+    counts = []
+    for windows in (0, 1 << 22):
+        monkeypatch.setattr(kernels, "WINDOWS", windows)
+        sums = []
+        reduce = lambda x, sums=sums: sums.append(x) or x  # noqa: E731
+        _, iterations, trail = kernels.forward(W.view(-1), C, tau, 0.0, 3, "sqeuclidean", reduce)
+        kernels.backward(G.view(-1), W.view(-1), trail, iterations, tau, "sqeuclidean", gradient, reduce, centroids)
+        counts.append(len(sums))
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize(("k", "d"), [(70, 8), (40, 8), (70, 1), (40, 3)])
+def test_a_process_without_vectors_adds_nothing(k, d):
+    W, C, G = (x.to(DEVICE) for x in problem(150, d, k))
+    none, tau = W.view(-1)[:0], torch.tensor(2e-3, device=DEVICE)
+    sent, received = [], []
+
+    def others(x: Tensor) -> Tensor:
+        received.append(x.clone())
+        return x
+
+    def own(x: Tensor) -> Tensor:
+        sent.append(x.clone())
+        return received[len(sent) - 1]
+
+    _, iterations, trail = kernels.forward(W.view(-1), C, tau, 0.0, 3, "sqeuclidean", others)
+    _, _, same = kernels.forward(none, C, tau, 0.0, 3, "sqeuclidean", own)
+    assert torch.equal(trail, same)
+    kernels.backward(G.view(-1), W.view(-1), trail, iterations, tau, "sqeuclidean", reduce=others)
+    kernels.backward(none, none, trail, iterations, tau, "sqeuclidean", reduce=own)
+    assert len(sent) == len(received)
+    assert not any(x.any() for x in sent)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="autocast on a CPU leaves norms alone")
+def test_autocast_does_not_reach_the_table(monkeypatch):
+    monkeypatch.setattr(kernels, "TABLE", 1)
+    W, C, G = problem(5000, 1, 16, torch.bfloat16)
+    wanted = run(W, C.float(), G, "triton", tau=2e-4, eps=0, max_iter=3)[0]
+    with torch.autocast("cuda", torch.bfloat16):
+        got = run(W, C.float(), G, "triton", tau=2e-4, eps=0, max_iter=3)[0]
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
+
+
+def test_no_gradient_arrives():
+    weight = torch.randn(8, 6, device=DEVICE).requires_grad_()
+    W_tilde = dkm.Clustered(weight, 2, tau=1e-2, impl="triton")(weight)
+    (_Cut.apply(W_tilde).sum() + weight.sum()).backward()
+    assert torch.equal(weight.grad, torch.ones_like(weight))
 
 
 @pytest.mark.parametrize(("k", "d"), [(5, 1), (40, 8)])

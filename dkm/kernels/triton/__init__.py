@@ -100,17 +100,13 @@ def backward(
     centroids: bool = True,
 ):
     """The gradient of W_tilde, `(N,)` -> those of W, `(N,)`, and of the centroids, `(k, d)`; see the package."""
-    shape = trail.shape[1], trail.shape[2] - 1
-    common = trail, iterations, tau, gradient, reduce, centroids
-    if not by_table(W, *shape):
-        return _placed(lambda tiles: _Backward(tiles, G, W, None, *common).run(), W, None, *shape, metric, True)
+    common = trail, iterations, tau, metric, gradient, reduce, centroids
+    if not by_table(W, trail.shape[1], trail.shape[2] - 1):
+        return _Backward(G, W, None, *common).run()
     values, counts, sums = table.population(W, G)
-
-    def through_updates(tiles: _Tiles) -> tuple[Tensor, Tensor, Tensor]:
-        steps = _Backward(tiles, sums, values, counts, *common, output=False)
-        return *steps.run(), steps.slopes()
-
-    offsets, dC, slopes = _placed(through_updates, values, counts, *shape, metric, True)
+    through_updates = _Backward(sums, values, counts, *common, output=False)
+    offsets, dC = through_updates.run()
+    slopes = through_updates.slopes()
     return table.look_up_gradient(W, G, slopes, offsets), dC
 
 
@@ -121,7 +117,7 @@ def by_table(W: Tensor, k: int, d: int) -> bool:
 
 
 def by_windows(W: Tensor, k: int, d: int, metric: str) -> bool:
-    """Whether to look at near centroids only."""
+    """Whether to look at near centroids only.  Processes that share a weight may differ in this, too."""
     wide = k > 2 * WINDOW and WINDOWS <= W.numel() < 1 << 30  # it counts past the last weight
     return wide and d == 1 and W.dtype == torch.float32 and metric == "sqeuclidean"
 
@@ -138,15 +134,7 @@ class _Tiles(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _tiles(
-    N: int,
-    k: int,
-    d: int,
-    euclidean: bool,
-    counts: bool,
-    windows: bool,
-    backward: bool,
-    device: torch.device,
-    modest: bool = False,
+    N: int, k: int, d: int, euclidean: bool, counts: bool, windows: bool, backward: bool, device: torch.device
 ) -> _Tiles:
     n = -(-N // d)
     BK = max(2, triton.next_power_of_2(k))
@@ -169,7 +157,7 @@ def _tiles(
         BN, warps, each = 128 * max(1, min(8, 64 // (BK * DP))), 4, 2
     NK = -(-k // BK)
     stages = (3 if DS == 8 and not backward else 2) if products else 1  # tiles read ahead, as many as there is room for
-    if modest:
+    if not _has_room(device):
         each, registers, stages = 1, None, 1
     E = max(DS, triton.next_power_of_2(d + 1)) if products else triton.next_power_of_2(d + 1)
     processors = 3 if INTERPRETED else each * torch.cuda.get_device_properties(device).multi_processor_count
@@ -194,52 +182,34 @@ def _tiles(
     else:
         rows, chunk = 4, min(512, 1024 // E)
     arguments |= dict(ROWS=rows, CHUNK=chunk)
-    return _Tiles(n, KP, programs, working if products and NK > 1 else programs, arguments)
+    return _Tiles(n, KP, programs, min(tiles, programs), arguments)
 
 
-_cramped: set[tuple] = set()  # arguments of _tiles
-
-
-def _placed(run: Callable[[_Tiles], tuple], W, counts, k: int, d: int, metric: str, backward: bool) -> tuple:
-    """`run` with tiles; on a device with less room than those are made for, with modest ones."""
-    windows = counts is None and by_windows(W, k, d, metric)
-    arguments = W.numel(), k, d, metric == "euclidean", counts is not None, windows, backward, W.device
-    try:
-        return run(_tiles(*arguments, arguments in _cramped))
-    except (RuntimeError, triton.OutOfResources) as error:  # before anything has run
-        full = isinstance(error, triton.OutOfResources) or "cooperative launch" in str(error)
-        if not full or arguments in _cramped:
-            raise
-    _cramped.add(arguments)
-    return run(_tiles(*arguments, True))
+def _has_room(device: torch.device) -> bool:
+    """Whether this is a Hopper, for whose shared memory and registers the numbers above are."""
+    return INTERPRETED or torch.cuda.get_device_properties(device).major == 9
 
 
 def _scratch(tiles: _Tiles, device: torch.device, tables: int) -> tuple[Tensor, Tensor]:
     """Partial sums; `products`' tables or `windows`' room."""
     d, DS = tiles.arguments["D"], tiles.arguments["DS"]
-    make = torch.empty if tiles.n else torch.zeros
     # a pointer is wanted even where there is nothing to point to
     rows = tables * tiles.KP if tiles.arguments["PRODUCTS"] else 1
     tile = tiles.arguments["TILE"]
     each = tile // 2 + tile // PART.value * tables
     room = torch.empty(tiles.programs * each, device=device) if tile else None
     return (
-        make(tiles.rows, tiles.KP, d + 1, device=device),
+        torch.empty(tiles.rows, tiles.KP, d + 1, device=device),
         torch.empty(rows, 8 * DS, dtype=torch.bfloat16, device=device) if room is None else room,
     )
 
 
 def _forward(W, counts, C, tau, eps, max_iter, metric, reduce, state: State | None = None):
-    return _placed(
-        lambda tiles: _run_forward(tiles, W, counts, C, tau, eps, max_iter, reduce, state),
-        W, counts, *C.shape, metric, False,
-    )  # fmt: skip
-
-
-def _run_forward(tiles, W, counts, C, tau, eps, max_iter, reduce, state):
     k, d = C.shape
+    windows = counts is None and by_windows(W, k, d, metric)
+    tiles = _tiles(W.numel(), k, d, metric == "euclidean", counts is not None, windows, False, W.device)
     moves = torch.zeros(frame.HEADER.value + max_iter, device=W.device)
-    partial, Qs = _scratch(tiles, W.device, 1 if tiles.arguments["TILE"] else max_iter + 1)
+    partial, Qs = _scratch(tiles, W.device, 1 if windows else max_iter + 1)
     trail = torch.empty(max_iter + 1, k, d + 1, device=W.device)
     iterations = torch.empty((), dtype=torch.int64, device=W.device)
     W_tilde = torch.empty_like(W)
@@ -267,6 +237,8 @@ def _run_forward(tiles, W, counts, C, tau, eps, max_iter, reduce, state):
         if reduce is None:
             launch(frame.TAKE.value, t)
         else:
+            if not tiles.n:
+                partial.zero_()  # nobody wrote it
             launch(frame.FOLD.value, t)
             partial[0, :k] = reduce(partial[0, :k].contiguous())
             launch(frame.TAKE.value, t, 1)
@@ -275,16 +247,18 @@ def _run_forward(tiles, W, counts, C, tau, eps, max_iter, reduce, state):
 
 
 class _Backward:
-    def __init__(self, tiles, G, W, counts, trail, iterations, tau, gradient, reduce, centroids, output=True):
+    def __init__(self, G, W, counts, trail, iterations, tau, metric, gradient, reduce, centroids, output=True):
         self.max_iter, self.k, self.d = trail.shape[0] - 1, trail.shape[1], trail.shape[2] - 1
         self.gradient, self.reduce, self.output, self.wanted = gradient, reduce, output, centroids
+        windows = counts is None and by_windows(W, self.k, self.d, metric)
+        self.tiles = tiles = _tiles(
+            W.numel(), self.k, self.d, metric == "euclidean", counts is not None, windows, True, W.device
+        )
         # windows are found on the way, and the fixed point starts from what the centroids received
-        self.centroids = centroids or bool(tiles.arguments["TILE"]) or gradient == "implicit"
+        self.centroids = centroids or windows or gradient == "implicit"
         # a table's dW is not a sum over the output and the updates, the fixed point's updates come later, and for
         # windows dW holds something else meanwhile
-        alone = counts is None and not tiles.arguments["TILE"]
-        self.push = gradient == "unrolled" and alone and W.dtype == torch.float32
-        self.tiles = tiles
+        self.push = gradient == "unrolled" and counts is None and W.dtype == torch.float32 and not windows
         self.partial, Qs = _scratch(tiles, W.device, self.max_iter + 1)
         Hs = torch.empty_like(Qs if tiles.arguments["PRODUCTS"] else trail)
         self.us = torch.empty(self.max_iter + 1, self.k, self.d, device=W.device)
@@ -338,10 +312,14 @@ class _Backward:
     def receive(self, t: int = 0, slot: int = 0, target: int = 0, output: bool = False) -> None:
         """What the centroids receive through the output, or through iteration t from H in `slot`: into us[target]."""
         self.launch(frame.SUMS.value, t, slot, target, output=output, push=self.push)
-        if t == 0 and not output and not self.centroids:
-            return  # they had nothing to receive
+        # processes that share a weight must agree on how often they reduce, with windows or not
+        first = self.gradient == "last" or (self.gradient == "unrolled" and t == 0 and not output)
+        if first and not self.wanted:
+            return
         rows = None
         if self.reduce is not None:
+            if not self.tiles.n:
+                self.partial.zero_()  # nobody wrote it
             self.launch(frame.FOLD.value, t, slot, target, output=output)
             self.partial[0, : self.k] = self.reduce(self.partial[0, : self.k].contiguous())
             rows = 1

@@ -156,7 +156,7 @@ def population(W: Tensor, G: Tensor | None = None) -> Population:
 
 
 def _largest(X: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(X, torch.inf)
+    return torch.linalg.vector_norm(X, torch.inf, dtype=X.dtype)  # or autocast would make it float32
 
 
 def look_up(W: Tensor, table: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ def _tiles(
         BN, warps, each = 128 * max(1, min(8, 64 // (BK * DP))), 4, 2
     NK = -(-k // BK)
     stages = (3 if DS == 8 and not backward else 2) if products else 1  # tiles read ahead, as many as there is room for
-    if not _has_room(device):
+    if products and not _has_room(device):
         each, registers, stages = 1, None, 1
     E = max(DS, triton.next_power_of_2(d + 1)) if products else triton.next_power_of_2(d + 1)
     processors = 3 if INTERPRETED else each * torch.cuda.get_device_properties(device).multi_processor_count
@@ -186,7 +186,7 @@ def _tiles(
 
 
 def _has_room(device: torch.device) -> bool:
-    """Whether this is a Hopper, for whose shared memory and registers the numbers above are."""
+    """Whether this is a Hopper, for whose shared memory the numbers of `products` are."""
     return INTERPRETED or torch.cuda.get_device_properties(device).major == 9
 
 

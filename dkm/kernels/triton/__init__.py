@@ -172,7 +172,7 @@ def _tiles(
     KP = (NK + windows) * BK  # the last window may begin anywhere
     tiles = max(1, -(-n // max(arguments["TILE"], BN)))
     working = -(-tiles // -(-tiles // processors))  # as many as take equally many tiles, or one less
-    # with few vectors, more programs share the work of the centroids; the others write their sums in any case
+    # With few vectors, more programs share the work of the centroids; not where even those without vectors write sums.
     programs = max(working, min(KP // 4, processors)) if products and NK > 1 else working
     # sums over programs: everybody takes part, and reads as much at once as fits the registers
     if INTERPRETED:
@@ -312,9 +312,9 @@ class _Backward:
     def receive(self, t: int = 0, slot: int = 0, target: int = 0, output: bool = False) -> None:
         """What the centroids receive through the output, or through iteration t from H in `slot`: into us[target]."""
         self.launch(frame.SUMS.value, t, slot, target, output=output, push=self.push)
-        # processes that share a weight must agree on how often they reduce, with windows or not
-        first = self.gradient == "last" or (self.gradient == "unrolled" and t == 0 and not output)
-        if first and not self.wanted:
+        # Processes that share a weight must agree on how often they reduce: this does not depend on windows.
+        only_dC = self.gradient == "last" or (self.gradient == "unrolled" and t == 0 and not output)
+        if only_dC and not self.wanted:
             return
         rows = None
         if self.reduce is not None:

@@ -422,7 +422,7 @@ def _gradient_sums(
 
 
 @triton.jit
-def _received(t, CENTROIDS: tl.constexpr):
+def _asked_for(t, CENTROIDS: tl.constexpr):
     """Whether anybody asks for the gradient of row t of the trail."""
     if CENTROIDS:
         return True
@@ -438,7 +438,7 @@ def _contributions(
     BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """`_gradient_sums`, as far as anybody asks for them."""
-    if _received(t, CENTROIDS):
+    if _asked_for(t, CENTROIDS):
         _gradient_sums(
             G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program, programs,
             UPDATE, PUSH, True, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
@@ -489,7 +489,7 @@ def backward_kernel(
             G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, used - 1, 0, program,
             programs, False, PUSH, CENTROIDS, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
-        if _received(used - 1, CENTROIDS):
+        if _asked_for(used - 1, CENTROIDS):
             _barrier(counter, programs)
             _take(
                 trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, used - 1, used - 1, False, program,
@@ -502,7 +502,7 @@ def backward_kernel(
                 G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, i, i + 1, program,
                 programs, True, PUSH, CENTROIDS, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
             )  # fmt: skip
-            if _received(i, CENTROIDS):
+            if _asked_for(i, CENTROIDS):
                 _barrier(counter, programs)
                 _take(
                     trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, i, i, True, program, programs, PRODUCTS,
@@ -519,7 +519,7 @@ def backward_kernel(
             if MODE == "unrolled":
                 target = t
     if PHASE == TAKE:
-        if not _received(t, CENTROIDS):
+        if not _asked_for(t, CENTROIDS):
             return
     if PHASE == SUMS:
         _contributions(

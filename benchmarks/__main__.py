@@ -12,7 +12,7 @@ from . import accuracy, cuda, init, memory, speed
 from .measure import DEVICES, environment
 
 SECTIONS = dict(speed=speed, init=init, memory=memory, accuracy=accuracy, gpu=cuda)
-OF_DEVICE = dict(cpu=["speed", "init", "memory", "accuracy"], cuda=["gpu"])
+OF_DEVICE = dict(cpu=["speed", "init", "memory", "accuracy"], cuda=["accuracy", "gpu"])
 
 
 def main() -> None:

@@ -40,11 +40,11 @@ class Layer:
     tau: float
 
     @classmethod
-    def make(cls, size: int, bits: int, dim: int, device: str = "cpu") -> "Layer":
-        W = weights(size)
-        C = dkm.init_centroids(to_vectors(W[: 1 << 22], dim), 2**bits)  # of as many as it takes
+    def make(cls, size: int, bits: int, dim: int, device: str = "cpu", seed: int = 0) -> "Layer":
+        W = weights(size, seed)
+        C = dkm.init_centroids(to_vectors(W[: 1 << 22], dim), 2**bits, seed=seed)  # of as many as it takes
         tau = 2 * float(squared_error(to_vectors(W, dim), C))
-        G = torch.randn(size, generator=torch.Generator().manual_seed(1))
+        G = torch.randn(size, generator=torch.Generator().manual_seed(seed + 1))
         return cls(bits, dim, W.to(device), C.to(device), G.to(device), tau)
 
     def double(self) -> "Layer":
@@ -59,8 +59,8 @@ class Layer:
         return f"{self.bits}/{self.dim}"
 
 
-def weights(size: int) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(0)) * 0.05
+def weights(size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 0.05
 
 
 def relative(value: Tensor, truth: Tensor) -> float:

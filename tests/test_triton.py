@@ -118,11 +118,26 @@ def test_a_vector_far_from_all_centroids(k, d):
     assert all(value.isfinite().all() for value in run(W, C, G, "triton", tau=1e-8, eps=0, max_iter=3)[0].values())
 
 
+@pytest.mark.parametrize(("k", "d"), [(16, 1), (70, 1), (40, 8)])
+def test_a_weight_that_is_not_aligned(k, d):
+    """After one that is: a kernel compiled for that would read past it."""
+    W, C, G = problem(150, d, k)
+    results = []
+    for shift in (0, 1, 2, 1, 0):
+        w, g = (torch.zeros(X.numel() + shift, device=DEVICE)[shift:].view_as(X).copy_(X) for X in (W, G))
+        assert w.data_ptr() % 16 == 4 * shift
+        w.requires_grad_()
+        W_tilde = cluster(w, C, tau=2e-3, eps=0, max_iter=3, impl="triton").W_tilde
+        results.append((W_tilde, *torch.autograd.grad(W_tilde, w, g)))
+    for other in results[1:]:  # not bit by bit: where threads read less at once, they add up in another order
+        assert all(error(a, b.double()) < 2**-18 for a, b in zip(other, results[0], strict=True))
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has 3 programs")
 def test_more_programs_than_centroids():
     """Their sums are added up in another way."""
     W, C, G = problem(17_001, 8, 200)
-    tiles = kernels._tiles(W.numel(), 200, 8, False, False, False, False, W.device)
+    tiles = kernels._tiles(W.numel(), 200, 8, False, False, False, False, True, W.device)
     assert tiles.programs >= tiles.KP
     assert_close_to_float64(W, C, G, tau=2e-3, eps=0, max_iter=3)
 
@@ -151,6 +166,49 @@ def test_a_device_with_less_room(monkeypatch):
     assert_close_to_float64(W, C, G, tau=2e-3, eps=0, max_iter=3)
 
 
+@pytest.mark.parametrize(
+    ("k", "d", "dtype"), [(40, 8, torch.float32), (200, 5, torch.float32), (70, 8, torch.bfloat16)]
+)
+def test_programs_may_share_their_sums(k, d, dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "_tiles", kernels._tiles.__wrapped__)
+    monkeypatch.setattr(kernels, "SHARED", 2)
+    W, C, G = problem(2000 if DEVICE == "cuda" else 290, d, k, dtype)
+    tiles = kernels._tiles(W.numel(), k, d, False, False, False, True, False, W.device)
+    assert tiles.rows == 2 < min(tiles.programs, len(W) // tiles.arguments["BN"])
+    assert_close_to_float64(W, C, G, tau=2e-3, eps=0, max_iter=3)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sums_are_shared_where_they_would_weigh(backward, deterministic, monkeypatch):
+    """By programs of the backward pass, for small weights, and not where the same bits are asked for."""
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    properties = SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    for N in (147_456, 2_359_296, 25_165_824):
+        tiles = kernels._tiles.__wrapped__(
+            N, 256, 8, False, False, False, backward, deterministic, torch.device("cuda")
+        )
+        own = min(tiles.programs, N // 8 // tiles.arguments["BN"])
+        if backward and not deterministic and N < 10**7:
+            assert tiles.rows < own
+            assert tiles.rows == kernels.SHARED or tiles.rows * tiles.KP * 9 <= N / 48
+        else:
+            assert tiles.rows == own
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs one program after the other")
+def test_the_same_bits_where_they_are_asked_for():
+    W, C, G = problem(50_000, 8, 256)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = [run(W, C, G, "triton", tau=2e-3, eps=0, max_iter=4)[0] for _ in range(5)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in results[1:]:
+        assert all(torch.equal(other[name], results[0][name]) for name in other)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("d", [1, 2, 8, 16, 32])
 @pytest.mark.parametrize("k", [4, 64, 256, 1024, 4096])
@@ -160,7 +218,7 @@ def test_whoever_has_vectors_has_a_row(k, d, backward, monkeypatch):
     properties = SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     for n in [1, 64, *range(3000, 300_000, 997)]:
-        tiles = kernels._tiles.__wrapped__(n * d, k, d, False, False, False, backward, torch.device("cuda"))
+        tiles = kernels._tiles.__wrapped__(n * d, k, d, False, False, False, backward, True, torch.device("cuda"))
         assert min(tiles.programs, -(-n // tiles.arguments["BN"])) <= tiles.rows <= tiles.programs
 
 

@@ -5,6 +5,7 @@
     products.py      matrix products on the tensor cores: all else
     windows.py       d = 1, many weights in float32 and many centroids: differences, with near ones only
     table.py         d = 1 in 16 bit: the loop on a table of all values
+    launch.py        launches that take little time
 
 Everything is float32, whatever the dtype of the weight.
 """
@@ -29,6 +30,7 @@ MAX_D = 64
 TABLE, TABLE_FOR_FEW, FEW = 1 << 20, 1 << 23, 8
 # From so many float32 weights on, and with more centroids than two windows have, it pays to put them in order.
 WINDOWS, WINDOW = 1 << 22, 16
+SHARED = 8  # rows of partial sums, where programs share them: at least so many
 NO_MASS = no_mass(torch.float32)
 
 Reduce = Callable[[Tensor], Tensor]
@@ -128,13 +130,21 @@ class _Tiles(NamedTuple):
     n: int  # vectors
     KP: int  # centroids, whole tiles
     programs: int
-    rows: int  # of partial sums: programs that have any
+    rows: int  # of partial sums: as many as programs that have any, or fewer, and shared
     arguments: dict  # of the kernels
 
 
 @functools.lru_cache(maxsize=4096)
 def _tiles(
-    N: int, k: int, d: int, euclidean: bool, counts: bool, windows: bool, backward: bool, device: torch.device
+    N: int,
+    k: int,
+    d: int,
+    euclidean: bool,
+    counts: bool,
+    windows: bool,
+    backward: bool,
+    deterministic: bool,
+    device: torch.device,
 ) -> _Tiles:
     n = -(-N // d)
     BK = max(2, triton.next_power_of_2(k))
@@ -182,7 +192,11 @@ def _tiles(
     else:
         rows, chunk = 4, min(512, 1024 // E)
     arguments |= dict(ROWS=rows, CHUNK=chunk)
-    return _Tiles(n, KP, programs, min(tiles, programs), arguments)
+    own, row = min(tiles, programs), KP * (d + 1)
+    # Backward, a small weight's sums would take a good part of what the weight itself takes; forward, there is room.
+    if products and backward and not deterministic and own * row > N // 20:
+        own = min(own, max(SHARED, N // 48 // row))
+    return _Tiles(n, KP, programs, own, arguments)
 
 
 def _has_room(device: torch.device) -> bool:
@@ -207,7 +221,7 @@ def _scratch(tiles: _Tiles, device: torch.device, tables: int) -> tuple[Tensor, 
 def _forward(W, counts, C, tau, eps, max_iter, metric, reduce, state: State | None = None):
     k, d = C.shape
     windows = counts is None and by_windows(W, k, d, metric)
-    tiles = _tiles(W.numel(), k, d, metric == "euclidean", counts is not None, windows, False, W.device)
+    tiles = _tiles(W.numel(), k, d, metric == "euclidean", counts is not None, windows, False, True, W.device)
     moves = torch.zeros(frame.HEADER.value + max_iter, device=W.device)
     partial, Qs = _scratch(tiles, W.device, 1 if windows else max_iter + 1)
     trail = torch.empty(max_iter + 1, k, d + 1, device=W.device)
@@ -251,16 +265,23 @@ class _Backward:
         self.max_iter, self.k, self.d = trail.shape[0] - 1, trail.shape[1], trail.shape[2] - 1
         self.gradient, self.reduce, self.output, self.wanted = gradient, reduce, output, centroids
         windows = counts is None and by_windows(W, self.k, self.d, metric)
+        # As everywhere in PyTorch, who wants the same bits every time says so: torch.use_deterministic_algorithms(True)
+        same = torch.are_deterministic_algorithms_enabled()
         self.tiles = tiles = _tiles(
-            W.numel(), self.k, self.d, metric == "euclidean", counts is not None, windows, True, W.device
+            W.numel(), self.k, self.d, metric == "euclidean", counts is not None, windows, True, same, W.device
         )
         # windows are found on the way, and the fixed point starts from what the centroids received
         self.centroids = centroids or windows or gradient == "implicit"
         # a table's dW is not a sum over the output and the updates, the fixed point's updates come later, and for
         # windows dW holds something else meanwhile
         self.push = gradient == "unrolled" and counts is None and W.dtype == torch.float32 and not windows
-        self.partial, Qs = _scratch(tiles, W.device, self.max_iter + 1)
-        Hs = torch.empty_like(Qs if tiles.arguments["PRODUCTS"] else trail)
+        # every iteration's, and of windows also the output's
+        self.partial, Qs = _scratch(tiles, W.device, self.max_iter + windows)
+        slots = 1 if self.push else self.max_iter + 1
+        if tiles.arguments["PRODUCTS"]:
+            Hs = torch.empty(slots * tiles.KP, Qs.shape[1], dtype=Qs.dtype, device=W.device)
+        else:
+            Hs = torch.empty(slots, self.k, self.d + 1, device=W.device)
         self.us = torch.empty(self.max_iter + 1, self.k, self.d, device=W.device)
         self.dW = torch.empty_like(W)
         self.G = G
@@ -300,7 +321,7 @@ class _Backward:
             self.receive(output=True)
         if self.gradient == "unrolled":
             for t in range(self.max_iter - 2, -1, -1):
-                self.receive(t, t + 1, t)
+                self.receive(t, 0 if self.push else t + 1, t)
         elif self.gradient == "implicit":
             fixed = solve(self.us[0].clone(), self.through_fixed_point)
             self.hold(fixed)
@@ -323,7 +344,7 @@ class _Backward:
             self.launch(frame.FOLD.value, t, slot, target, output=output)
             self.partial[0, : self.k] = self.reduce(self.partial[0, : self.k].contiguous())
             rows = 1
-        self.launch(frame.TAKE.value, t, slot, target, rows, output=output)
+        self.launch(frame.TAKE.value, t, slot, target, rows, output=output, push=self.push)
 
     def hold(self, u: Tensor) -> None:
         """H of u, for the way through the last iteration, into the slot past all others."""

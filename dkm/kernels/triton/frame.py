@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from . import differences, products, windows
+from .launch import quick
 from .products import NEVER, split
 
 ALL = tl.constexpr(0)
@@ -36,7 +37,10 @@ def _barrier(counter, programs):
     target = (arrived // programs + 1) * programs
     while tl.load(counter, volatile=True) < target:  # not by atomics: those who wait would slow down the others
         pass
-    tl.atomic_add(counter, 0, sem="acquire")
+    # the compiler would take an atomic addition of nothing for nothing
+    tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
     tl.debug_barrier()
 
 
@@ -88,22 +92,24 @@ def _begin(
 
 
 @triton.jit
-def _fold(partial, P, ks, KP, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """The P rows of `partial` `(P, KP, D + 1)`, in order: `(ROWS, E)` for the centroids `ks`."""
+def _fold(
+    partial, P, ks, KP, CLEAR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The P rows of `partial` `(P, KP, D + 1)`, in order: `(ROWS, E)` for the centroids `ks`.  CLEAR: they become 0."""
     total = tl.zeros((ROWS, E), tl.float32)
     column = tl.arange(0, E)
     at = ks[:, None] * (D + 1) + column[None, :]
     mask = (ks < KP)[:, None] & (column <= D)[None, :]
     for first in range(0, P, CHUNK):
         p = first + tl.arange(0, CHUNK)
+        place = partial + p[:, None, None] * (KP * (D + 1)) + at[None, :, :]
+        there = (p < P)[:, None, None] & mask[None, :, :]
         # .cg: other processors wrote it, and an earlier iteration's may be in this one's cache
-        piece = tl.load(
-            partial + p[:, None, None] * (KP * (D + 1)) + at[None, :, :],
-            mask=(p < P)[:, None, None] & mask[None, :, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
+        piece = tl.load(place, mask=there, other=0.0, cache_modifier=".cg")
         total += tl.sum(piece, 0)
+        if CLEAR:
+            tl.debug_barrier()  # several threads may have read it
+            tl.store(place, tl.zeros_like(piece), mask=there)
     return total
 
 
@@ -161,7 +167,7 @@ def _move(
     column = tl.arange(0, E)
     for block in range(program * ROWS, KP, programs * ROWS):
         ks = block + tl.arange(0, ROWS)
-        sums = _fold(partial, P, ks, KP, D, E, ROWS, CHUNK)
+        sums = _fold(partial, P, ks, KP, False, D, E, ROWS, CHUNK)
         mass = _pick(sums, D, E)
         C = _centroid_rows(trail + t * K * (D + 1), ks, K, D + 1, D, E)
         empty = mass <= no_mass
@@ -213,6 +219,7 @@ def _iteration(
         )  # fmt: skip
 
 
+@quick
 @triton.jit(do_not_specialize=["n", "K", "KP", "P", "max_iter", "relative", "steps", "t"])
 def forward_kernel(
     W, counts, C, start, seen, step, unit, tau, trail, state, partial, Qs, iterations, W_tilde, N, n, K, KP, P, eps,
@@ -303,7 +310,7 @@ def forward_kernel(
             COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
     if PHASE == FOLD:
-        _fold_rows(partial, P, KP, program, programs, D, E, ROWS, CHUNK)
+        _fold_rows(partial, P, KP, program, programs, False, D, E, ROWS, CHUNK)
     if PHASE == TAKE:
         _move(
             trail, moves, partial, Qs, P, K, KP, scale, no_mass, t, program, programs, PRODUCTS, D, DS, E, ROWS, CHUNK
@@ -341,13 +348,15 @@ def forward_kernel(
 
 
 @triton.jit
-def _fold_rows(partial, P, KP, program, programs, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+def _fold_rows(
+    partial, P, KP, program, programs, CLEAR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, E)
     for block in range(program * ROWS, KP, programs * ROWS):
         ks = block + tl.arange(0, ROWS)
-        total = _fold(partial, P, ks, KP, D, E, ROWS, CHUNK)
+        total = _fold(partial, P, ks, KP, CLEAR, D, E, ROWS, CHUNK)
+        tl.debug_barrier()  # another thread may have cleared it
         at = partial + ks[:, None] * (D + 1) + column[None, :]
         tl.store(at, total, mask=(ks < KP)[:, None] & (column <= D)[None, :])
 
@@ -374,15 +383,18 @@ def _write_H(
 
 @triton.jit
 def _take(
-    trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, t, target, stays, program, programs,
+    trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, t, target, slot, stays, program, programs,
     PRODUCTS: tl.constexpr, D: tl.constexpr, DS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """What row t of the trail received, into `us[target]`; an empty centroid passes on, from the next row, too."""
+    """What row t of the trail received, into `us[target]`; an empty centroid passes on, from the next row, too.
+
+    H of it, for the way through the iteration before, into `slot`.
+    """
     column = tl.arange(0, E)
     for block in range(program * ROWS, KP, programs * ROWS):
         ks = block + tl.arange(0, ROWS)
-        total = _fold(partial, P, ks, KP, D, E, ROWS, CHUNK)
+        total = _fold(partial, P, ks, KP, PRODUCTS, D, E, ROWS, CHUNK)
         C = _centroid_rows(trail + t * K * (D + 1), ks, K, D + 1, D, E)
         u = total - _pick(total, D, E) * C
         mask = (ks < K)[:, None] & (column < D)[None, :]
@@ -392,12 +404,12 @@ def _take(
             u += tl.where(mass <= no_mass, tl.load(at + K * D, mask=mask, other=0.0), 0.0)
         tl.store(at, u, mask=mask)
         if t > 0:  # on the way through iteration t - 1, which made this row
-            _write_H(Hs, tables, trail, ks, u, K, KP, scale, no_mass, t - 1, target, PRODUCTS, D, DS, E)
+            _write_H(Hs, tables, trail, ks, u, K, KP, scale, no_mass, t - 1, slot, PRODUCTS, D, DS, E)
 
 
 @triton.jit
 def _gradient_sums(
-    G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program, programs,
+    G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, P, t, slot, program, programs,
     UPDATE: tl.constexpr, PUSH: tl.constexpr, RECEIVE: tl.constexpr, PRODUCTS: tl.constexpr,
     EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
     BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr,
@@ -410,7 +422,7 @@ def _gradient_sums(
         )  # fmt: skip
     elif PRODUCTS:
         products.gradient_sums(
-            G, W, Qs + t * KP * 8 * DS, tables + slot * KP * 8 * DS, scale, slope, partial, dW, N, n, KP, program,
+            G, W, Qs + t * KP * 8 * DS, tables + slot * KP * 8 * DS, scale, slope, partial, dW, N, n, KP, P, program,
             programs, UPDATE, PUSH, RECEIVE, D, DS, BK, BN, NK,
         )  # fmt: skip
     else:
@@ -432,7 +444,7 @@ def _asked_for(t, CENTROIDS: tl.constexpr):
 
 @triton.jit
 def _contributions(
-    G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program, programs,
+    G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, P, t, slot, program, programs,
     UPDATE: tl.constexpr, PUSH: tl.constexpr, CENTROIDS: tl.constexpr, PRODUCTS: tl.constexpr,
     EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
     BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr, TILE: tl.constexpr,
@@ -440,16 +452,17 @@ def _contributions(
     """`_gradient_sums`, as far as anybody asks for them."""
     if _asked_for(t, CENTROIDS):
         _gradient_sums(
-            G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program, programs,
+            G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, P, t, slot, program, programs,
             UPDATE, PUSH, True, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
     elif PUSH:
         _gradient_sums(
-            G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program, programs,
+            G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, P, t, slot, program, programs,
             UPDATE, PUSH, False, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
 
 
+@quick
 @triton.jit(do_not_specialize=["n", "K", "KP", "P", "max_iter", "t", "slot", "target"])
 def backward_kernel(
     G, W, counts, trail, iterations, tau, us, Hs, tables, Qs, partial, dW, N, n, K, KP, P, no_mass, max_iter, t,
@@ -464,7 +477,7 @@ def backward_kernel(
     kept, and a float32 one would take twice the memory.
 
     us[i] is the gradient of row i of the trail and H of `slot` i belongs to it, but for the fixed point: there,
-    slot max_iter belongs to row `used`, of which t = used - 1 is the iteration.
+    slot max_iter belongs to row `used`, of which t = used - 1 is the iteration.  With PUSH, there is one slot.
     OUTPUT and UPDATES say what MAP, or for OUTPUT also SUMS, goes through.  Without CENTROIDS, nobody asks for us[0].
     """
     program = tl.program_id(0)
@@ -477,6 +490,10 @@ def backward_kernel(
     counter = (trail + D).to(tl.pointer_type(tl.int32), bitcast=True)
     if PHASE == ALL or PHASE == PREPARE:
         if PRODUCTS:
+            if _asked_for(used - 1, CENTROIDS):
+                for first in range(program * 1024, P * KP * (D + 1), programs * 1024):
+                    at = first + tl.arange(0, 1024)
+                    tl.store(partial + at, tl.zeros((1024,), tl.float32), mask=at < P * KP * (D + 1))
             for i in range(0, used):
                 for block in range(program * ROWS, KP, programs * ROWS):
                     ks = block + tl.arange(0, ROWS)
@@ -486,27 +503,28 @@ def backward_kernel(
         if PRODUCTS:
             _barrier(counter, programs)
         _contributions(
-            G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, used - 1, 0, program,
+            G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, P, used - 1, 0, program,
             programs, False, PUSH, CENTROIDS, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
         if _asked_for(used - 1, CENTROIDS):
             _barrier(counter, programs)
             _take(
-                trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, used - 1, used - 1, False, program,
-                programs, PRODUCTS, D, DS, E, ROWS, CHUNK,
+                trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, used - 1, used - 1,
+                0 if PUSH else used - 1, False, program, programs, PRODUCTS, D, DS, E, ROWS, CHUNK,
             )  # fmt: skip
         for back in range(2, used + 1):
             _barrier(counter, programs)
             i = used - back
             _contributions(
-                G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, i, i + 1, program,
-                programs, True, PUSH, CENTROIDS, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
+                G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, P, i,
+                0 if PUSH else i + 1, program, programs, True, PUSH, CENTROIDS, PRODUCTS, EUCLIDEAN, COUNTS, D, DP,
+                DS, BK, BN, NK, TILE,
             )  # fmt: skip
             if _asked_for(i, CENTROIDS):
                 _barrier(counter, programs)
                 _take(
-                    trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, i, i, True, program, programs, PRODUCTS,
-                    D, DS, E, ROWS, CHUNK,
+                    trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, i, i, 0 if PUSH else i, True, program,
+                    programs, PRODUCTS, D, DS, E, ROWS, CHUNK,
                 )  # fmt: skip
         if not PUSH:
             _barrier(counter, programs)
@@ -523,15 +541,15 @@ def backward_kernel(
             return
     if PHASE == SUMS:
         _contributions(
-            G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, t, slot, program,
+            G, W, counts, trail, Qs, Hs, tables, scale, slope, partial, dW, N, n, K, KP, P, t, slot, program,
             programs, not OUTPUT, PUSH, CENTROIDS, PRODUCTS, EUCLIDEAN, COUNTS, D, DP, DS, BK, BN, NK, TILE,
         )  # fmt: skip
     if PHASE == FOLD:
-        _fold_rows(partial, P, KP, program, programs, D, E, ROWS, CHUNK)
+        _fold_rows(partial, P, KP, program, programs, PRODUCTS, D, E, ROWS, CHUNK)
     if PHASE == TAKE:
         _take(
-            trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, t, target, (MODE == "unrolled") and not OUTPUT,
-            program, programs, PRODUCTS, D, DS, E, ROWS, CHUNK,
+            trail, us, Hs, tables, partial, P, K, KP, scale, no_mass, t, target, 0 if PUSH else target,
+            (MODE == "unrolled") and not OUTPUT, program, programs, PRODUCTS, D, DS, E, ROWS, CHUNK,
         )  # fmt: skip
     if PHASE == MAP or (PHASE == ALL and not PUSH):
         low = 0
@@ -561,6 +579,7 @@ def backward_kernel(
             )  # fmt: skip
 
 
+@quick
 @triton.jit
 def fixed_point_kernel(
     trail, iterations, tau, us, Hs, tables, K, KP, no_mass, source, slot, PRODUCTS: tl.constexpr, D: tl.constexpr,

@@ -128,12 +128,14 @@ def _folded(acc, DS: tl.constexpr):
 
 @triton.jit
 def _deposit(acc, partial, ks, add, D: tl.constexpr, DS: tl.constexpr):
-    """Into this program's rows of `partial`, `(KP, D + 1)`."""
+    """Into the row of `partial`, `(KP, D + 1)`, that this program has, alone or with others."""
     values, last = _folded(acc, DS)
     i = tl.arange(0, DS)[None, :]
     at = partial + ks[:, None] * (D + 1) + i
     end = partial + ks * (D + 1) + D
-    if add:  # by the memory: nobody waits for what is there; in order, since an element is always the same thread's
+    # Added by the memory: nobody waits for what is there.  An element is always the same thread's, and so in order
+    # where the program is alone.
+    if add:
         tl.atomic_add(at, values, mask=i < D, sem="relaxed")
         tl.atomic_add(end, last, sem="relaxed")
     else:
@@ -266,14 +268,16 @@ def _outside_softmax(
 
 @triton.jit
 def gradient_sums(
-    G, W, Q, H, scale, slope, partial, dW, N, n, KP, program, programs, UPDATE: tl.constexpr, PUSH: tl.constexpr,
-    RECEIVE: tl.constexpr, D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, NK: tl.constexpr,
+    G, W, Q, H, scale, slope, partial, dW, N, n, KP, P, program, programs, UPDATE: tl.constexpr,
+    PUSH: tl.constexpr, RECEIVE: tl.constexpr, D: tl.constexpr, DS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    NK: tl.constexpr,
 ):  # fmt: skip
-    """RECEIVE: what the centroids receive, sum_i e w and, from the output, A g; in the last column sum_i e.
+    """RECEIVE: what the centroids receive, sum_i e w and, from the output, A g; in the last column sum_i e.  Added to
+    one of the P rows of `partial`.
 
     PUSH: what the vectors receive, added to dW but from the output, which comes first.
     """
-    partial += program * KP * (D + 1)
+    partial += program % P * KP * (D + 1)
     R = H if UPDATE else Q
     slope = slope / (2 * scale)
     acc = tl.zeros((BK, 4 * DS), tl.float32)
@@ -300,11 +304,11 @@ def gradient_sums(
                 if NK == 1:
                     acc += received
                 else:
-                    _deposit(received, partial, ks, first != program * BN, D, DS)
+                    _deposit(received, partial, ks, True, D, DS)
         if PUSH:
             _store(_folded(dw, DS)[0] * (0.5 / scale) + before, dW, rows, N, D, DS)
     if RECEIVE and NK == 1:
-        _deposit(acc, partial, tl.arange(0, BK), False, D, DS)
+        _deposit(acc, partial, tl.arange(0, BK), True, D, DS)
 
 
 @triton.jit

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import quick
+
 SIZE = 1 << 16
 NEAR = tl.constexpr(2048)  # the largest values, of either sign: 16 powers of two in bfloat16, and nearly all weights
 
@@ -44,6 +46,7 @@ def _factor(largest, N):
     return tl.where(size < float("inf"), power, float("nan"))
 
 
+@quick
 @triton.jit
 def _add_up(
     W, G, largest, largest_gradient, counts, sums, N, COPIES, GRADIENTS: tl.constexpr, NEAR: tl.constexpr,
@@ -79,6 +82,7 @@ def _add_up(
         tl.atomic_add(sums, tl.sum(zeros_total, 0), sem="relaxed")
 
 
+@quick
 @triton.jit
 def _gather(
     all_values, values, largest, largest_gradient, counts, sums, gradients, N, COPIES, GRADIENTS: tl.constexpr,
@@ -104,6 +108,7 @@ def _gather(
     tl.store(values + index, tl.where(count > 0, tl.load(all_values + index), 0.0))
 
 
+@quick
 @triton.jit
 def _look_up(W, table, W_tilde, N, BN: tl.constexpr):
     at = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -111,6 +116,7 @@ def _look_up(W, table, W_tilde, N, BN: tl.constexpr):
     tl.store(W_tilde + at, value.to(W_tilde.dtype.element_ty), mask=at < N)
 
 
+@quick
 @triton.jit
 def _look_up_gradient(W, G, slopes, offsets, dW, N, BN: tl.constexpr):
     at = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -44,7 +44,7 @@ class Layer:
         W = weights(size, seed)
         C = dkm.init_centroids(to_vectors(W[: 1 << 22], dim), 2**bits, seed=seed)  # of as many as it takes
         tau = 2 * float(squared_error(to_vectors(W, dim), C))
-        G = torch.randn(size, generator=torch.Generator().manual_seed(seed + 1))
+        G = torch.randn(size, generator=torch.Generator().manual_seed(1000 + seed))
         return cls(bits, dim, W.to(device), C.to(device), G.to(device), tau)
 
     def double(self) -> "Layer":

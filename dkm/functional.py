@@ -168,7 +168,11 @@ def _kernels(impl: str, W: Tensor, d: int) -> ModuleType:
 
 @functools.cache
 def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from .kernels import triton
+
+    return triton.runs_here()
 
 
 def _forward(

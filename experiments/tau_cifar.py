@@ -45,8 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
         dkm.compress_(
             model, f"layer*:{run.plan}", tau=tau, steps=steps, eps=run.eps, max_iter=run.max_iter, seed=run.seed
         )
-        cifar.fit(model, data, run)
-        return dict(accuracy=round(data.accuracy(model), 2))
+        iterations = cifar.fit(model, data, run)
+        return dict(accuracy=round(data.accuracy(model), 2), iterations=round(iterations, 2))
 
     cifar.carry_out(runs, args.out, work)
 

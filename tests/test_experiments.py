@@ -58,6 +58,7 @@ def test_tau_cifar(folder: Path, capsys: pytest.CaptureFixture):
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
     first = run("2/1:auto:0", "4/4:geometric:3:0.05:1")
+    assert all(1 <= record["iterations"] <= 5 for record in first)
     assert [(row["plan"], row["tau"], row["seed"]) for row in first] == [
         ("2/1", "auto", 0),
         ("4/4", "geometric:3:0.05", 1),

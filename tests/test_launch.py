@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from dkm.kernels.triton.launch import _Quick
+from dkm.kernels.triton import launch
 
 
 class Kernel:
@@ -35,6 +35,7 @@ def kernel(monkeypatch) -> Kernel:
         kernel.launches.append("back")
 
     monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(launch, "CompiledKernel", dict)
     return kernel
 
 
@@ -44,9 +45,9 @@ def by(kernel: Kernel) -> list[str]:
 
 def test_the_second_launch_of_a_kind(kernel):
     X = torch.zeros(8)
-    launch = _Quick(kernel)[(3,)]
-    launch(X, 8, EXACT=True, BLOCK=64, num_warps=4)
-    launch(X, 8, EXACT=True, BLOCK=64, num_warps=4)
+    run = launch._Quick(kernel)[(3,)]
+    run(X, 8, EXACT=True, BLOCK=64, num_warps=4)
+    run(X, 8, EXACT=True, BLOCK=64, num_warps=4)
     assert [x for x in kernel.launches if isinstance(x, tuple)] == [
         ("triton", (3,), (X, 8), dict(EXACT=True, BLOCK=64, num_warps=4)),
         ("quick", (3,), (X, 8, 64, True)),  # constants in the order of the kernel, options left out
@@ -55,9 +56,9 @@ def test_the_second_launch_of_a_kind(kernel):
 
 def test_on_the_device_of_the_first_argument(kernel):
     X = torch.zeros(8)
-    launch = _Quick(kernel)[(1,)]
-    launch(X, 8, BLOCK=64, EXACT=True)
-    launch(X, 8, BLOCK=64, EXACT=True)
+    run = launch._Quick(kernel)[(1,)]
+    run(X, 8, BLOCK=64, EXACT=True)
+    run(X, 8, BLOCK=64, EXACT=True)
     assert [x if not isinstance(x, tuple) else x[0] for x in kernel.launches] == [
         X.device, "triton", "back", X.device, "quick", "back"
     ]  # fmt: skip
@@ -73,19 +74,37 @@ def test_on_the_device_of_the_first_argument(kernel):
         ((1,), torch.zeros(8), 8, dict(BLOCK=32, EXACT=True)),
         ((1,), torch.zeros(8), 8, dict(BLOCK=64, EXACT=True, maxnreg=128)),
         ((1,), torch.zeros(9)[1:], 8, dict(BLOCK=64, EXACT=True)),
+        ((1,), torch.zeros(8, device="meta"), 8, dict(BLOCK=64, EXACT=True)),
     ],
-    ids=["grid", "dtype", "type", "number", "constant", "option", "alignment"],
+    ids=["grid", "dtype", "type", "number", "constant", "option", "alignment", "device"],
 )
 def test_another_kind_is_triton_s(grid, X, N, constants, kernel):
-    launch = _Quick(kernel)
-    launch[(1,)](torch.zeros(8), 8, BLOCK=64, EXACT=True)
-    launch[grid](X, N, **constants)
+    kernel_of_ours = launch._Quick(kernel)
+    kernel_of_ours[(1,)](torch.zeros(8), 8, BLOCK=64, EXACT=True)
+    kernel_of_ours[grid](X, N, **constants)
     assert by(kernel) == ["triton", "triton"]
 
 
 def test_without_alignment_always_triton_s(kernel):
     X = torch.zeros(9)[1:]
-    launch = _Quick(kernel)[(1,)]
+    run = launch._Quick(kernel)[(1,)]
     for _ in range(3):
-        launch(X, 8, BLOCK=64, EXACT=True)
+        run(X, 8, BLOCK=64, EXACT=True)
     assert by(kernel) == ["triton"] * 3
+
+
+def test_a_float_is_of_one_kind(kernel):
+    """A temperature that is another one in every step must not fill the memory."""
+    run = launch._Quick(kernel)[(1,)]
+    for number in (0.5, 0.25, 1.0):
+        run(torch.zeros(8), number, BLOCK=64, EXACT=True)
+    assert by(kernel) == ["triton", "quick", "quick"]
+
+
+def test_where_triton_only_looks(kernel, monkeypatch):
+    """It compiles in the background, or a hook keeps it from launching."""
+    monkeypatch.setattr(launch, "CompiledKernel", int)
+    run = launch._Quick(kernel)[(1,)]
+    for _ in range(2):
+        run(torch.zeros(8), 8, BLOCK=64, EXACT=True)
+    assert by(kernel) == ["triton", "triton"]

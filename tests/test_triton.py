@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 import dkm
-from dkm import assign, cluster, init_centroids
+from dkm import assign, cluster, functional, init_centroids
 from dkm.functional import METRICS, from_vectors, to_vectors
 from dkm.kernels import triton as kernels
 
@@ -142,6 +143,33 @@ def test_more_programs_than_centroids():
     assert_close_to_float64(W, C, G, tau=2e-3, eps=0, max_iter=3)
 
 
+@pytest.mark.parametrize(
+    ("version", "hip", "runs"),
+    [
+        ("3.2.0", None, False),
+        ("3.3.0+git", None, True),
+        ("3.10.1", None, True),
+        ("4.0", None, True),
+        ("3.6", "6", False),
+    ],
+)
+def test_which_triton_and_which_gpu(version, hip, runs, monkeypatch):
+    """3.2 has no launch of programs that wait for one another."""
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert kernels.runs_here.__wrapped__() is runs
+
+
+def test_without_the_triton_it_needs(monkeypatch):
+    monkeypatch.setattr(kernels, "runs_here", lambda: False)
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(functional, "_has_triton", functional._has_triton.__wrapped__)
+    W = SimpleNamespace(is_cuda=True, dtype=torch.float32, numel=lambda: 80)
+    assert functional._kernels("auto", W, 8) is functional.blocked
+    with pytest.raises(ValueError, match=r'Triton 3\.3, .* use impl="auto"'):
+        kernels.forward(W, torch.zeros(4, 8), torch.tensor(1.0), 0.0, 1, "sqeuclidean")
+
+
 @pytest.mark.parametrize("gradient", ["unrolled", "last", "implicit"])
 @pytest.mark.parametrize("eps", [0.0, 1e9])  # all iterations, and one
 @pytest.mark.parametrize(("k", "d", "dtype"), [(4, 1, torch.float32), (40, 8, torch.float32), (70, 3, torch.bfloat16)])
@@ -209,17 +237,22 @@ def test_the_same_bits_where_they_are_asked_for():
         assert all(torch.equal(other[name], results[0][name]) for name in other)
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("backward", "deterministic"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("d", [1, 2, 8, 16, 32])
 @pytest.mark.parametrize("k", [4, 64, 256, 1024, 4096])
-def test_whoever_has_vectors_has_a_row(k, d, backward, monkeypatch):
-    """For sums of their own, else they would be written past the end; on a device of 132 processors."""
+def test_whoever_has_vectors_has_a_row(k, d, backward, deterministic, monkeypatch):
+    """For sums of their own, else they would be written past the end; on a device of 132 processors.  Products may
+    share."""
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     properties = SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     for n in [1, 64, *range(3000, 300_000, 997)]:
-        tiles = kernels._tiles.__wrapped__(n * d, k, d, False, False, False, backward, True, torch.device("cuda"))
-        assert min(tiles.programs, -(-n // tiles.arguments["BN"])) <= tiles.rows <= tiles.programs
+        tiles = kernels._tiles.__wrapped__(
+            n * d, k, d, False, False, False, backward, deterministic, torch.device("cuda")
+        )
+        shared = tiles.arguments["PRODUCTS"] and not deterministic
+        least = 1 if shared else min(tiles.programs, -(-n // tiles.arguments["BN"]))
+        assert least <= tiles.rows <= tiles.programs
 
 
 @pytest.mark.parametrize("gradient", ["last", "implicit"])

@@ -80,9 +80,21 @@ def advance(W: Tensor, state: State, eps: float, max_iter: int, metric: str):
     return *_forward(W, None, state.C, tau, eps, max_iter, metric, None, state), tau
 
 
+@functools.cache
+def runs_here() -> bool:
+    """Whether this Triton launches programs that wait for one another, and for the GPUs that these kernels are for."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return version >= (3, 3) and torch.version.hip is None
+
+
 def _check(W: Tensor, C: Tensor) -> None:
     if not (W.is_cuda or INTERPRETED):
         raise ValueError(f'impl="triton" needs a GPU, and the weight is on {W.device}: use impl="auto"')
+    if not (runs_here() or INTERPRETED):
+        raise ValueError(
+            f'impl="triton" needs an NVIDIA GPU and Triton 3.3, which comes with PyTorch 2.7; '
+            f'this is Triton {triton.__version__}: use impl="auto"'
+        )
     if not fits(W, C.shape[1]):
         raise ValueError(
             f'impl="triton" computes in float32, for d up to {MAX_D} and under 2^31 weights; '

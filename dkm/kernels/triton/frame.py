@@ -1,8 +1,9 @@
 """The loop around the two families: one launch for the forward pass, one for the backward pass.
 
-A program walks over tiles of vectors, keeps what they contribute to the centroids in registers, and writes it once,
-to its row of `partial`.  When all programs have arrived at a barrier, the rows are added in a fixed order (results
-do not depend on timing), a few centroids a program, and after another barrier the next iteration begins.
+A program walks over tiles of vectors and adds up what they contribute to the centroids in its row of `partial`.  When
+all programs have arrived at a barrier, the rows are added in a fixed order, a few centroids a program, and after
+another barrier the next iteration begins.  Results do not depend on timing, unless programs share a row: in the
+backward pass of `products`, and not where the same bits are asked for.
 Convergence is seen by every program alike: the host never waits.
 
 Programs that wait for one another must all be on the chip: these launches are cooperative.  Without barriers (the

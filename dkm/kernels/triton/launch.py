@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 
 def quick(kernel: triton.JITFunction):
@@ -34,8 +35,10 @@ class _Quick:
             if isinstance(argument, Tensor):
                 addresses |= argument.data_ptr()
                 kind.append(argument.dtype)
+            elif isinstance(argument, float):
+                kind.append(float)  # whatever its value
             else:
-                kind += argument, type(argument)  # 0 and 0.0 are equal, and not the same to a kernel
+                kind += argument, type(argument)  # 1 and True are equal, and not the same to a kernel
         kind = tuple(kind)
         aligned = addresses % 16 == 0  # all of them: compiled code may rely on it
         with torch.cuda.device(device):
@@ -44,6 +47,6 @@ class _Quick:
                 launch(*arguments, *rest)
                 return
             compiled = self.kernel[grid](*arguments, **constants)
-        if aligned:
+        if aligned and isinstance(compiled, CompiledKernel):  # Triton may be told to do something else
             rest = [constants[name] for name in self.kernel.arg_names[len(arguments) :]]
             self.compiled[kind] = compiled[*grid, 1, 1], rest

@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
         model = make_model()
         dkm.compress_(model, plan, steps=run.steps(data), eps=run.eps, max_iter=run.max_iter, seed=run.seed)
         divergence = round(float(loss(model)), 4)  # before training
-        cifar.fit(model, data, run)
+        iterations = cifar.fit(model, data, run)
         accuracy = data.accuracy(model)
         dkm.recalibrate_(model, data.random_batches(20, 500, run.seed))
         return dict(
@@ -96,6 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
             text=plan.text,
             divergence=divergence,
             accuracy=round(accuracy, 2),
+            iterations=round(iterations, 2),
             recalibrated=round(data.accuracy(model), 2),
         )
 

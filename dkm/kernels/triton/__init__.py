@@ -198,17 +198,17 @@ def _tiles(
     programs = max(working, min(KP // 4, processors)) if products and NK > 1 else working
     # sums over programs: everybody takes part, and reads as much at once as fits the registers
     if INTERPRETED:
-        rows, chunk = 64, 4
+        centroids, chunk = 64, 4
     elif products:
-        rows, chunk = (1, 256) if programs >= KP else (4, 64)
+        centroids, chunk = (1, 256) if programs >= KP else (4, 64)
     else:
-        rows, chunk = 4, min(512, 1024 // E)
-    arguments |= dict(ROWS=rows, CHUNK=chunk)
-    own, row = min(tiles, programs), KP * (d + 1)
+        centroids, chunk = 4, min(512, 1024 // E)
+    arguments |= dict(ROWS=centroids, CHUNK=chunk)
+    rows, row = min(tiles, programs), KP * (d + 1)
     # Backward, a small weight's sums would take a good part of what the weight itself takes; forward, there is room.
-    if products and backward and not deterministic and own * row > N // 20:
-        own = min(own, max(SHARED, N // 48 // row))
-    return _Tiles(n, KP, programs, own, arguments)
+    if products and backward and not deterministic and rows * row > N // 20:
+        rows = min(rows, max(SHARED, N // 48 // row))
+    return _Tiles(n, KP, programs, rows, arguments)
 
 
 def _has_room(device: torch.device) -> bool:

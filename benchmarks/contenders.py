@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import dkm
-from dkm.functional import from_vectors, to_vectors
+from dkm.clustering.vectors import from_vectors, to_vectors
 
 from .measure import Layer
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dkm
-from dkm.functional import to_vectors
+from dkm.clustering.vectors import to_vectors
 
 from .contenders import ours, unrolled
 from .measure import Layer

@@ -5,7 +5,7 @@ import statistics
 import torch
 
 import dkm
-from dkm.clustered import squared_error
+from dkm.modelling.clustered import squared_error
 
 from .contenders import Unavailable, coremltools_init, has_coremltools
 from .measure import OutOfMemory, OutOfPatience, available_memory, memory_limit, patience, seconds, weights

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import dkm
-from dkm.clustered import squared_error
-from dkm.functional import to_vectors
+from dkm.clustering.vectors import to_vectors
+from dkm.modelling.clustered import squared_error
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -1,18 +1,21 @@
 """Make neural networks 10-60 times smaller by clustering their weights while they train."""
 
-from . import temperature
-from .allocate import divergence
-from .batchnorm import recalibrate_
-from .capture import capture
-from .clustered import Clustered
+from .clustering import temperature
+from .clustering.assign import assign
+from .clustering.cluster import Clustering, cluster
+from .clustering.initialize import init_centroids
 from .compress import cluster_weight, compress_, snap_
-from .distill import distill, teacher
-from .file import FileError, load, save, size
-from .functional import Clustering, assign, cluster, init_centroids
-from .layer import DKM
-from .monitor import monitor
-from .plan import Plan, PlanError, plan
-from .search import search_tau
+from .formats.dkm_file import load, save, size
+from .foundation.errors import DKMError, FileError, PlanError
+from .modelling.clustered import Clustered
+from .modelling.layer import DKM
+from .modelling.methods import register as register_method
+from .plans.plan import Plan, plan
+from .training.batchnorm import recalibrate_
+from .training.capture import capture
+from .training.distill import distill, divergence, teacher
+from .training.monitor import monitor
+from .training.search import search_tau
 
 __version__ = "0.1.0"
 
@@ -20,6 +23,7 @@ __all__ = [
     "DKM",
     "Clustered",
     "Clustering",
+    "DKMError",
     "FileError",
     "Plan",
     "PlanError",
@@ -35,6 +39,7 @@ __all__ = [
     "monitor",
     "plan",
     "recalibrate_",
+    "register_method",
     "save",
     "search_tau",
     "size",

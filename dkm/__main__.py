@@ -1,5 +1,5 @@
 """python -m dkm: the command, where its script is not on the path."""
 
-from .cli import main
+from .app.cli import main
 
 main()

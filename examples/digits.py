@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dkm
-from dkm import jsonl, report
+from dkm.app import report
+from dkm.foundation import jsonl
 
 PLANS = ("all:2/1", "all:4/4")  # 4 scalars for each layer; 16 vectors of 4 weights: 2 bits and 1 bit a weight
 BATCH = 64

@@ -24,7 +24,8 @@ from functools import cache
 import torch
 
 import dkm
-from dkm.allocate import CANDIDATES, Loss, parse_size
+from dkm.plans.language import parse_size
+from dkm.plans.target_size import CANDIDATES, Loss
 
 from . import cifar
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torchvision import models as tv
 
 import dkm
-from dkm.plan import parameters
+from dkm.modelling.parameters import parameters
 
 pytestmark = [
     # torch's own: TransformerEncoder's fast path announces nested tensors, and says why it cannot use them
@@ -165,6 +165,15 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, int]] =
 }
 
 
+def evaluated_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the model computes with, by name."""
+    return {
+        name: getattr(*owner)
+        for owned in parameters(model)
+        for name, owner in zip(owned.names, owned.owners * len(owned.names), strict=False)
+    }
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_cycle(name: str, tmp_path: Path):
     build, make_input, text, spare_names = ZOO[name]
@@ -193,13 +202,16 @@ def test_cycle(name: str, tmp_path: Path):
         assert dkm.size(model, dtype=dtype).file_bytes == written == os.path.getsize(path)
         snapped = dkm.snap_(copy.deepcopy(model), dtype=dtype)
         loaded = dkm.load(path, into=build()).eval()
+        state = loaded.state_dict()
         if dtype == torch.float32:
-            assert torch.equal(logits(loaded, x), expected)
-        assert torch.equal(logits(loaded, x), logits(snapped, x))
+            # Bit-equal weights.  Their outputs agree to rounding only: PyTorch computes a parametrized recurrent or
+            # attention layer by other operations than a plain one.
+            for name_of, used in evaluated_weights(model).items():
+                assert torch.equal(state[name_of], used), name_of
+            torch.testing.assert_close(logits(loaded, x), expected)
         for dense in (loaded, snapped):
             assert tensor_names(dense) == names
             assert [type(module) for module in dense.modules()] == types
-        state = loaded.state_dict()
         assert {key for key, value in snapped.state_dict().items() if torch.equal(value, state[key])} == set(state)
     assert torch.equal(logits(model, x), expected)  # neither save nor the snapped copies changed it
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..batchnorm import recalibrate_
-from ..clustered import Clustered
 from ..compress import compress_
-from ..file import save
-from ..monitor import monitor
-from ..plan import Plan
-from ..sharded import is_sharded
+from ..formats.dkm_file import save
+from ..modelling.clustered import Clustered
+from ..modelling.dtensors import is_sharded
+from ..modelling.parameters import clusterings
+from ..plans.rows import Plan
+from ..training.batchnorm import recalibrate_
+from ..training.monitor import monitor
 
 
 class Compression:
@@ -45,20 +46,20 @@ class Compression:
 
     def has_compressed(self, model: nn.Module) -> bool:
         """Whether it was us; a trainer may have wrapped the model since."""
-        return bool(self.clusterings) and _clusterings(model) == self.clusterings
+        return bool(self.clusterings) and clusterings(model) == self.clusterings
 
     def compress(self, model: nn.Module) -> None:
         """Compress the model, once; how long it will train may be said later, in `begin`."""
         if self.plan is not None and not self.has_compressed(model):
             compress_(model, self.plan, **{"steps": 1, **self.options})
-            self.clusterings = _clusterings(model)
+            self.clusterings = clusterings(model)
 
     def begin(self, model: nn.Module, steps: int | float) -> None:
         """Training starts, for this many optimizer steps."""
         self.monitor = monitor(model, every=1)
-        for clustered in _clusterings(model):
+        for clustered in clusterings(model):
             clustered.train()  # a trainer may leave a model in evaluation mode, where weights are snapped for good
-        annealed = [clustered for clustered in _clusterings(model) if clustered.schedule is not None]
+        annealed = [clustered for clustered in clusterings(model) if clustered.anneals]
         if self.plan is None or "steps" in self.options or not annealed:
             return
         if not 1 <= steps < float("inf"):
@@ -67,7 +68,7 @@ class Compression:
                 "limit it, or tell DKMCallback(..., steps=<optimizer steps>)"
             )
         for clustered in annealed:
-            clustered.steps = int(steps)
+            clustered.set_steps(int(steps))
 
     def figures(self, step: int) -> dict[str, float]:
         """All tensors in a few numbers, for the trainer's log: see `monitor`."""
@@ -82,7 +83,3 @@ class Compression:
         if self.output is not None and (write or any(map(is_sharded, model.parameters()))):
             Path(folder).mkdir(parents=True, exist_ok=True)
             save(model, Path(folder, self.output), dtype=self.dtype)
-
-
-def _clusterings(model: nn.Module) -> list[Clustered]:
-    return [module for module in model.modules() if isinstance(module, Clustered)]

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from ..plan import Plan
+from ..plans.rows import Plan
 from . import Compression
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..plan import Plan, parameters
+from ..modelling.parameters import parameters
+from ..plans.rows import Plan
 from . import Compression
 
 

@@ -1,0 +1,190 @@
+"""Where centroids start: k-means of the weights themselves, or the paper's random choice.
+
+Everything here runs on the CPU in a fixed order, so that equal weights give equal centroids.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .assign import assign
+from .options import INITS
+from .vectors import compute_dtype
+
+BINS = 1024  # of the histogram for d = 1, at least; and at least 16 a centroid
+WINDOW = 48  # bins by which the bound between two clusters may move in a round, at least
+SAMPLE = 1 << 16  # vectors that d > 1 looks at, at most; 16 times as many values for d = 1
+
+
+def init_centroids(W: Tensor, k: int, *, init: str = "kmeans", seed: int = 0) -> Tensor:
+    """`(n, d) -> (k, d)` centroids to start from, in at least float32, on W's device.
+
+    init: "kmeans" is k-means: optimal on a histogram and then polished for d = 1, k-means++ and Lloyd
+    steps for d > 1.  "random" is the paper's k randomly selected vectors.
+
+    Deterministic: the same W, k and seed give the same centroids.  The arithmetic is done on the CPU, so
+    that every rank and every kind of device agrees.  Where W has fewer than k distinct vectors, some
+    centroids are equal.
+    """
+    if init not in INITS:
+        raise ValueError(f'init must be "kmeans" or "random", got {init!r}')
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"k must be an integer of at least 1, got {k!r}")
+    if W.ndim != 2 or W.numel() == 0:
+        raise ValueError(f"W must be (n, d) with at least one weight, got shape {tuple(W.shape)}")
+    if not W.is_floating_point():
+        raise TypeError(f"W must be a floating-point tensor, got {W.dtype}")
+    if not bool(W.detach().isfinite().all()):
+        raise ValueError("W holds NaN or infinite values: there are no centroids of those")
+    find = {"kmeans": kmeans, "random": random}[init]
+    return find(W.detach(), k, seed).to(device=W.device, dtype=compute_dtype(W.dtype))
+
+
+def random(W: Tensor, k: int, seed: int) -> Tensor:
+    """k vectors of W, without replacement while there are enough of them."""
+    generator = torch.Generator().manual_seed(seed)
+    if len(W) >= k:
+        return W[_choose(len(W), k, generator).to(W.device)]
+    return W[torch.arange(k, device=W.device) % len(W)]
+
+
+def kmeans(W: Tensor, k: int, seed: int) -> Tensor:
+    """`(n, d) -> (k, d)` on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    if W.shape[1] == 1:
+        return torch.from_numpy(_kmeans_1d(sorted_values(W[:, 0], generator), k))[:, None]
+    if len(W) > SAMPLE:
+        W = W[_choose(len(W), max(SAMPLE, 16 * k), generator).to(W.device)]
+    V = W.to(device="cpu", dtype=torch.promote_types(W.dtype, torch.float32))
+    return _lloyd(V, _plus_plus(V[:SAMPLE], k, generator))
+
+
+def _choose(n: int, count: int, generator: torch.Generator) -> Tensor:
+    """`count` of `n` indices in random order, without repeats; all of them where count >= n."""
+    if n <= 1 << 24:
+        return torch.randperm(n, generator=generator)[:count]
+    # a permutation of billions takes more memory than the weights; collisions among few draws are rare
+    drawn = torch.randint(n, (count + count // 8 + 8,), generator=generator)
+    return drawn[np.sort(np.unique(drawn.numpy(), return_index=True)[1])][:count]
+
+
+# --- d = 1 ---------------------------------------------------------------------------------------
+
+
+def sorted_values(w: Tensor, generator: torch.Generator) -> np.ndarray:
+    """All values in order; of many, so many that no level feels the difference, and the two extremes."""
+    if len(w) > 16 * SAMPLE:
+        chosen = w[_choose(len(w), 16 * SAMPLE, generator).to(w.device)]
+        w = torch.cat([chosen, torch.stack(w.aminmax())])
+    return np.sort(w.cpu().double().numpy())
+
+
+def _kmeans_1d(values: np.ndarray, k: int) -> np.ndarray:
+    """`(n,)` sorted -> `(k,)` sorted centroids of least squared error.
+
+    Dynamic programming over a histogram, then Lloyd steps on the values themselves.
+    """
+    x, counts = np.unique(values, return_counts=True)
+    if len(x) <= k:
+        return np.sort(np.resize(x, k))
+    # A gap g between neighbours stands for g^(2/3) of the levels (the cube root of the density, integrated),
+    # but no gap deserves more than one of them.
+    share = np.cbrt(np.diff(x)) ** 2
+    for _ in range(3):
+        share = np.minimum(share, share.sum() / k)
+    position = np.concatenate([[0.0], np.cumsum(share)]) / share.sum()
+    bins = max(BINS, 16 * k)
+    first = np.arange(len(x))
+    if len(x) > bins:
+        first = np.unique(np.searchsorted(position, np.linspace(0, 1, bins, endpoint=False)))
+    center = values.mean()  # squares of uncentred values would cancel
+    moments = [np.add.reduceat(counts * (x - center) ** p, first) for p in range(3)]
+    sums = np.stack([np.concatenate([[0.0], np.cumsum(moment)]) for moment in moments])
+    bounds = np.searchsorted(position[first], np.linspace(0, 1, k + 1))
+    bounds[-1] = len(first)
+    bounds = _best_bounds(sums, bounds)
+    mass, total = np.diff(sums[0, bounds]), np.diff(sums[1, bounds])
+    return lloyd_1d(values, total / mass + center)
+
+
+def _best_bounds(sums: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """`(3, bins + 1)` prefix sums of counts, values and squares -> `(k + 1,)` bounds of the best k intervals.
+
+    Dynamic programming in which bound j stays within a window around where it is, repeated from where that
+    led until nothing moves: O(k window^2) a round, where the unrestricted one takes O(k bins^2).
+    """
+    k, bins = len(bounds) - 1, sums.shape[1] - 1
+    window = max(WINDOW, 4 * bins // k)
+    for _ in range(max(3, 1 << 13 >> k.bit_length())):
+        # Every interval holds at least one bin: bound j lies between j and bins - k + j, in order.
+        center = np.clip(bounds, np.arange(k + 1), bins - k + np.arange(k + 1))
+        lowest = np.maximum(center - window, np.arange(k + 1))
+        highest = np.minimum(center + window, bins - k + np.arange(k + 1))
+        lowest[[0, -1]] = highest[[0, -1]] = 0, bins
+        best, choices = np.zeros(1), []
+        for j in range(1, k + 1):
+            left = sums[:, lowest[j - 1] : highest[j - 1] + 1, None]
+            mass, total, squares = sums[:, None, lowest[j] : highest[j] + 1] - left
+            empty = mass <= 0
+            mass[empty] = 1
+            cost = squares - total * total / mass
+            cost[empty] = np.inf
+            cost += best[:, None]
+            choices.append(cost.argmin(0))
+            best = cost[choices[-1], np.arange(cost.shape[1])]
+        moved, at = [bins], 0
+        for j in range(k, 0, -1):
+            at = choices[j - 1][at]
+            moved.append(lowest[j - 1] + at)
+        moved = np.array(moved[::-1])
+        if (moved == bounds).all():
+            break
+        bounds = moved
+    return bounds
+
+
+def lloyd_1d(values: np.ndarray, C: np.ndarray, steps: int = 300) -> np.ndarray:
+    """Lloyd's algorithm on sorted values: a step costs O(k log n) thanks to prefix sums."""
+    center = values.mean()
+    sums = np.concatenate([[0.0], np.cumsum(values - center)])
+    for _ in range(steps):
+        bounds = np.concatenate([[0], np.searchsorted(values, (C[1:] + C[:-1]) / 2), [len(values)]])
+        count = np.diff(bounds)
+        moved = np.where(count > 0, np.diff(sums[bounds]) / np.maximum(count, 1) + center, C)
+        if np.abs(moved - C).max() <= 1e-7 * (values[-1] - values[0]):
+            return moved
+        C = moved
+    return C
+
+
+# --- d > 1 ---------------------------------------------------------------------------------------
+
+
+def _plus_plus(V: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """k-means++: each next centroid is drawn with probability proportional to its squared distance."""
+    C = V.new_empty(k, V.shape[1])
+    C[0] = V[torch.randint(len(V), (), generator=generator)]
+    columns = V.t().contiguous()
+    distance = (columns - C[0][:, None]).square_().sum(0)
+    for j in range(1, k):
+        cumulative = distance.cumsum(0, dtype=torch.float64)
+        draw = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
+        C[j] = V[torch.searchsorted(cumulative, draw).clamp(max=len(V) - 1)]
+        torch.minimum(distance, (columns - C[j][:, None]).square_().sum(0), out=distance)
+    return C
+
+
+def _lloyd(V: Tensor, C: Tensor) -> Tensor:
+    for _ in range(15 if len(C) <= 1024 else 5):
+        codes = assign(V, C)
+        count = torch.bincount(codes, minlength=len(C)).to(V.dtype)[:, None]
+        moved = torch.zeros_like(C).index_add_(0, codes, V) / count.clamp(min=1)
+        empty = count[:, 0] == 0
+        if bool(empty.any()):  # an empty cluster restarts at one of the worst served vectors
+            error = (V - C[codes]).square_().sum(1)
+            worst = error.topk(min(int(empty.sum()), len(V))).indices
+            moved[empty] = V[worst].repeat(-(-int(empty.sum()) // len(worst)), 1)[: int(empty.sum())]
+        if bool((moved - C).abs().amax() <= 1e-5 * V.abs().amax()):
+            return moved
+        C = moved
+    return C

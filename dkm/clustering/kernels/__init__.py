@@ -1,0 +1,56 @@
+"""How the clustering loop is computed: the only place that knows devices.
+
+    backend.py     the contract of a backend
+    reference.py   the paper, literally: the definition of correct, slow and large
+    blocked.py     plain PyTorch on any device, in memory proportional to the weight
+    triton/        NVIDIA GPUs: attention never leaves the chip
+    implicit.py    the linear system of gradient="implicit", which the backends share
+
+`reference` is no backend: it materialises the attention and leaves the gradient to autograd.
+"""
+
+import functools
+import importlib
+import importlib.util
+from typing import NamedTuple, cast
+
+from torch import Tensor
+
+from .backend import Backend
+
+
+class Registration(NamedTuple):
+    """Where a backend is, and when it is worth importing."""
+
+    module: str
+    device: str | None = None  # the type of device that it is for; None: any
+    package: str | None = None  # what it needs to be installed
+
+
+# in the order in which impl="auto" tries them
+BACKENDS = {
+    "triton": Registration("dkm.clustering.kernels.triton", device="cuda", package="triton"),
+    "blocked": Registration("dkm.clustering.kernels.blocked"),
+}
+
+
+def choose(impl: str, W: Tensor, d: int) -> Backend:
+    """The backend that `impl` names or, for "auto", the first one that is for this weight and dimension."""
+    if impl != "auto":
+        return _load(impl)
+    for name, registered in BACKENDS.items():
+        right_device = registered.device in (None, W.device.type)
+        if right_device and _is_installed(name) and (backend := _load(name)).fits(W, d):
+            return backend
+    raise RuntimeError(f"no backend is for a weight of {W.dtype} on {W.device}")
+
+
+@functools.cache
+def _load(name: str) -> Backend:
+    return cast(Backend, importlib.import_module(BACKENDS[name].module))
+
+
+@functools.cache
+def _is_installed(name: str) -> bool:
+    package = BACKENDS[name].package
+    return package is None or importlib.util.find_spec(package) is not None

@@ -1,0 +1,13 @@
+"""The errors that dkm raises on purpose.  `except dkm.DKMError` catches all of them."""
+
+
+class DKMError(Exception):
+    """Something that the caller can put right.  The message says what is wrong and what to do."""
+
+
+class PlanError(DKMError, ValueError):
+    """The text of a plan cannot be understood, or does not fit the model."""
+
+
+class FileError(DKMError, ValueError):
+    """A .dkm file cannot be written or read."""

@@ -1,0 +1,55 @@
+"""Numbers and tables as text, the same everywhere: plans, `dkm inspect`, the command's output and the report."""
+
+import re
+from collections.abc import Sequence
+
+
+def size_text(count: float) -> str:
+    """Bytes as 1.09 MB, 12.3 kB or 812 B.  A kB is 2^10 bytes and a MB 2^20, as in the paper."""
+    if count >= 2**20:
+        return f"{count / 2**20:,.2f} MB"
+    return f"{count / 2**10:.1f} kB" if count >= 2**10 else f"{count:.0f} B"
+
+
+def clock_text(seconds: float) -> str:
+    """Seconds as 1:05 or 2:00:09."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def table(lines: Sequence[Sequence[str]], align: str, columns: int, *, shrink_last: bool = False) -> str:
+    """Lines of cells as text, at most `columns` wide where that is possible; `align` has a "<" or ">" per cell.
+
+    Where the lines are too wide, the first cell, a tensor's name, becomes shorter, but not shorter than 12.  With
+    `shrink_last` the last cell, free text, becomes shorter as well: both get at least half of the room there is.
+    """
+    widths = [max(len(line[i]) for line in lines) for i in range(len(align))]
+    room = columns - sum(widths[1:-1]) - len(align) + 1
+    least = max(12, room // 2) if shrink_last else 12
+    widths[0] = min(widths[0], max(room - widths[-1], least))
+    if shrink_last:
+        widths[-1] = max(room - widths[0], 8)
+    cells = [[_abbreviate(line[0], widths[0]), *line[1:]] for line in lines]
+    return "\n".join(
+        " ".join(f"{_shorten(cell, w):{a}{w}}" for cell, w, a in zip(line, widths, align, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+def _abbreviate(name: str, width: int) -> str:
+    """Reduce the words of a dotted name to their first letters, from the left, until it fits.  Numbers stay, because
+    they tell layers apart."""
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) > width:
+            parts[i] = re.sub(r"^(\D)\D+", r"\1", part)
+    return ".".join(parts)
+
+
+def _shorten(text: str, width: int) -> str:
+    """Cut out the middle of a text that is too long; more of its end stays, which tells more than the beginning."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 3
+    return text[:head] + "…" + text[len(text) - (width - 1 - head) :]

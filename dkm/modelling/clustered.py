@@ -1,0 +1,226 @@
+"""The parametrization of a clustered weight, whatever the method: W -> W~ in training, W -> nearest centroid after it.
+
+`Clustered` knows tensors, not layers: `torch.nn.utils.parametrize` puts it on any parameter.  It says when the
+centroids advance, what evaluation computes, and what the file holds.  A method (`methods/`) says how W~ is made.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from ..clustering.assign import assign
+from ..clustering.cluster import Clustering
+from ..clustering.initialize import init_centroids
+from ..clustering.options import StartOptions
+from ..clustering.precision import check_bits_dim, check_weight, stored_dtype
+from ..clustering.vectors import from_vectors, to_vectors
+from .dtensors import is_sharded, whole
+
+
+class Moment(NamedTuple):
+    """Where the training of a weight is."""
+
+    seen: Tensor  # () int64: the checksum of the weight
+    start: Tensor  # (k, d): the centroids to cluster it from
+    step: Tensor  # () int64: how often the weight has changed
+
+
+class Clustered(nn.Module, ABC):
+    """Replaces a weight by its clustering (training) or by its nearest centroids (evaluation).
+
+    Training mode returns what the method's `cluster` makes of the weight, with gradient.  Evaluation mode, and a
+    weight that is frozen, return the snapped weight: nearest centroids of 16 bit, exactly what the file will hold.
+    A gradient that arrives there all the same goes straight through, so that whoever trains in evaluation mode (to keep
+    batch norm still) trains hard clusters, not nothing.
+
+    The clustering is a function of the weight and of `start`.  The centroids move on only when the weight
+    is not the one that was clustered last: reading it again, activation checkpointing, gradient
+    accumulation or a forward pass without gradient change nothing.  That test is a checksum of the bits,
+    made on the device: it needs no hook, holds for any optimizer, and resumes from a checkpoint.
+
+    Buffers, all of fixed shape and part of the state_dict:
+        C       (k, d)  the newest centroids: what evaluation and `codes` use
+        start   (k, d)  the centroids that the present weight was clustered from
+        seen    ()      the checksum of that weight
+        step    ()      how often the weight has changed: the clock of a schedule
+        unit    ()      the mean squared error per weight of the first clustering: the scale of a temperature
+    `iterations`, a () tensor, says how many the last clustering used; 0 before the first.
+
+    A subclass declares its `Options`, registers under a name (`methods.register`) and implements `cluster`.
+    """
+
+    Options: ClassVar[type[StartOptions]] = StartOptions
+    method: ClassVar[str] = ""  # the name that it is registered under
+
+    C: Tensor
+    start: Tensor
+    seen: Tensor
+    step: Tensor
+    unit: Tensor
+
+    def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):
+        super().__init__()
+        check_bits_dim(bits, dim)
+        self.options = self.Options(**options)
+        if is_sharded(weight):
+            raise ValueError("the weight is a DTensor: call dkm.compress_ before fully_shard")
+        check_weight(weight)
+        self.bits, self.dim, self.shape = bits, dim, weight.shape
+        W = to_vectors(weight.detach(), dim)
+        C = self.initial_centroids(W)
+        self.register_buffer("C", C)
+        self.register_buffer("start", C.clone())
+        self.register_buffer("seen", checksum(weight))
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=weight.device))
+        self.register_buffer("unit", squared_error(W, C))
+        self.iterations = torch.zeros_like(self.step)  # no buffer: nothing to save, nothing to send to other ranks
+
+    # --- what a method decides
+
+    @abstractmethod
+    def cluster(self, weight: Tensor, start: Tensor, step: Tensor) -> Clustering:
+        """The clustering of the weight from the centroids `start`, at the moment `step`.  Changes nothing."""
+
+    def initial_centroids(self, W: Tensor) -> Tensor:
+        """`(n, d) -> (k, d)`: where the centroids start."""
+        return init_centroids(W, 2**self.bits, init=self.options.init, seed=self.options.seed)
+
+    def temperature(self, step: Tensor) -> Tensor | float | None:
+        """tau after `step` changes of the weight: a number or a () tensor; None for a method without temperature."""
+        return None
+
+    @property
+    def anneals(self) -> bool:
+        """Whether the method changes over the training, so that `steps` matters."""
+        return False
+
+    def set_steps(self, steps: int) -> None:
+        """Say anew how many optimizer steps the training has; only methods that anneal ask for it."""
+
+    def shard(self, original: Any) -> None:
+        """FSDP2 has split the weight; `original` is its DTensor now."""
+        raise NotImplementedError(
+            f'method="{self.method}" cannot be sharded with fully_shard: use DistributedDataParallel, or method="dkm"'
+        )
+
+    # --- the parametrization
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """What the module computes with: W~ in training, the snapped weight otherwise."""
+        if not (self.training and weight.requires_grad):
+            snapped = self.snapped(weight)
+            return _StraightThrough.apply(weight, snapped) if weight.requires_grad else snapped
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError(
+                "nn.DataParallel trains copies of the model that it throws away after every forward pass, and the "
+                "centroids with them: use DistributedDataParallel, a process for each device"
+            )
+        return self.soft(weight)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Assigning to the module's attribute assigns the weight underneath."""
+        return weight
+
+    def soft(self, weight: Tensor) -> Tensor:
+        """W~, with gradient; the state moves on if the weight has changed."""
+        now = self.moment(weight)
+        W_tilde, C, iterations = self.cluster(weight, now.start, now.step)
+        self.advance(C, now, iterations)
+        return W_tilde
+
+    def moment(self, weight: Tensor, add_up: Callable[[Tensor], Tensor] | None = None) -> Moment:
+        """Where the training of this weight is.  Changes nothing.
+
+        Where `weight` is a shard, `add_up` adds the checksums of all shards.
+        """
+        seen = checksum(weight)
+        seen = seen if add_up is None else add_up(seen)
+        changed = seen != self.seen
+        return Moment(seen, torch.where(changed, self.C, self.start), self.step + changed)
+
+    def advance(self, C: Tensor, now: Moment, iterations: Tensor) -> None:
+        """Take on the state after a clustering, in place: a CUDA graph reads where its capture has read."""
+        if torch.compiler.is_compiling():  # it has its own ways of keeping a buffer in its place
+            self.C, self.start, self.seen, self.step = C, now.start, now.seen, now.step
+        else:
+            with torch.no_grad():
+                self.C.copy_(C)
+                self.start.copy_(now.start)
+                self.seen.copy_(now.seen)
+                self.step.copy_(now.step)
+        self.iterations = iterations
+
+    @torch.no_grad()
+    def codes(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The centroids in the precision of the file, `(k, dim)`, and each vector's index, `(n,)` int64."""
+        weight, C = whole(weight), self.C.to(stored_dtype(weight.dtype))
+        return C, assign(to_vectors(weight, self.dim), C)
+
+    @torch.no_grad()
+    def snapped(self, weight: Tensor) -> Tensor:
+        """The weight with every vector replaced by its nearest centroid."""
+        C, codes = self.codes(weight)
+        return from_vectors(C[codes].to(weight.dtype), weight.shape)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Clustered":
+        # model.half() and model.bfloat16() are for weights: centroids of 16 bit would not move any more.
+        def keep_precision(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            return tensor.to(result.device) if result.dtype in (torch.float16, torch.bfloat16) else result
+
+        return super()._apply(keep_precision, recurse)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        return f"{self.bits}/{self.dim}, k={2**self.bits}"
+
+
+class Chain(ParametrizationList):
+    """The parametrizations of a clustered weight.  It notices when FSDP2 replaces the weight by a DTensor."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP2 assigns a parameter, instead of writing to `_parameters`, only where __setattr__ is overridden.
+        super().__setattr__(name, value)
+        if name == "original":
+            self._tell_method()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Chain":
+        result = super()._apply(fn, recurse)
+        self._tell_method()  # model.to(...) makes a new local tensor
+        return result
+
+    def _tell_method(self) -> None:
+        if is_sharded(original := self._parameters.get("original")):
+            clustered = self[0]
+            assert isinstance(clustered, Clustered)
+            clustered.shard(original)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, snapped: Tensor) -> Tensor:  # type: ignore[override]
+        return snapped.view_as(snapped)
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return G, None
+
+
+def checksum(weight: Tensor) -> Tensor:
+    """`()` int64: the sum of the bit patterns, whatever the order in memory.
+
+    Two different weights have the same sum about never; where they do, the centroids move a step late.
+    """
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    return weight.detach().view(integer).sum(dtype=torch.int64)
+
+
+def squared_error(W: Tensor, C: Tensor) -> Tensor:
+    """`()`: the mean squared distance to the nearest centroid, per weight; positive even where all is exact."""
+    W = W[:: max(1, len(W) >> 18)].to(C.dtype)
+    error = (W - C[assign(W, C)]).square().mean()
+    return torch.maximum(error, 1e-6 * W.square().mean() + 1e-12)

@@ -1,0 +1,25 @@
+"""The ways to cluster a weight while it trains: a file each, and a registry of their names.
+
+    dkm           the paper: attention, with gradient through every iteration
+    hard          k-means: each vector belongs wholly to its nearest centroid
+    gumbel        attention drawn from a Gumbel-softmax
+    dc            Deep Compression: k-means once, then only the centroids train
+    quant_noise   Quant-Noise: a random part of the vectors is snapped at each step
+
+Importing this package registers them.
+"""
+
+from . import dkm, hard, gumbel, deep_compression, quant_noise  # isort: skip  # in the order of the table above
+from .registry import METHODS, named, option_names, register
+
+__all__ = [
+    "METHODS",
+    "deep_compression",
+    "dkm",
+    "gumbel",
+    "hard",
+    "named",
+    "option_names",
+    "quant_noise",
+    "register",
+]

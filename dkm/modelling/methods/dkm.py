@@ -1,0 +1,52 @@
+"""DKM itself: attention to the centroids, differentiated through every iteration."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ...clustering.cluster import Clustering, advance, can_advance, run
+from ...clustering.kernels.backend import State
+from ...clustering.options import DKMOptions, StartOptions
+from ...clustering.temperature import law
+from ..sharded import Sharded
+from ..tempered import Tempered
+from .registry import register
+
+
+@register("dkm")
+class DKMClustered(Tempered):
+    """The paper's method; see `dkm.cluster` for the loop.
+
+    On a GPU a whole step of it (the checksum, the temperature, the clustering, the new state) is one launch: a network
+    has many weights, and as operations of PyTorch they would take longer than the network itself.
+    """
+
+    Options: ClassVar[type[StartOptions]] = DKMOptions
+    options: DKMOptions
+
+    def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):
+        super().__init__(weight, bits, dim, **options)
+        self.sharded: Sharded | None = None  # where fully_shard has split the weight
+
+    def cluster(self, weight: Tensor, start: Tensor, step: Tensor) -> Clustering:
+        """The clustering of the weight from the centroids `start`, at the moment `step`.  Changes nothing."""
+        return run(weight, start, self.temperature(step), self.options)
+
+    def soft(self, weight: Tensor) -> Tensor:
+        """W~, with gradient; in one launch where there is a kernel for it."""
+        followed = law(self.options.tau if self.schedule is None else self.schedule, self.steps)
+        if followed is None or not can_advance(weight, self.C, self.options.impl):
+            return super().soft(weight)
+        state = State(self.C, self.start, self.seen, self.step, self.unit, followed)
+        W_tilde, iterations = advance(weight, state, self.options)
+        self.__dict__["iterations"] = iterations  # nn.Module's own way of setting it would take longer
+        return W_tilde
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """What the module computes with: W~ in training, the snapped weight otherwise."""
+        return super().forward(weight) if self.sharded is None else self.sharded.read(weight)
+
+    def shard(self, original: Any) -> None:
+        """FSDP2 has split the weight: from now on each rank clusters its own rows."""
+        self.sharded = self.sharded or Sharded(self)
+        self.sharded.adopt(original)

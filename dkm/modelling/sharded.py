@@ -1,0 +1,319 @@
+"""FSDP2: every rank clusters its own rows of a weight, and only sums over the vectors travel.
+
+`fully_shard` turns a parameter into a DTensor, of which each rank holds some rows, and gathers it before its
+module runs.  What must be gathered is W~, not W.  FSDP2 has a place for that: `fsdp_pre_all_gather` of the local
+tensor says what is gathered in its stead.
+
+    fully_shard   puts the DTensor into the weight's `Chain`, which makes the local tensor `_Rows`
+    forward       `_Rows.fsdp_pre_all_gather` makes this rank's rows of W~, or of the snapped weight; FSDP2
+                  gathers them in the dtype of its policy; `Clustered.forward` hands them on (`Sharded.read`)
+    backward      FSDP2 scatters the gradient of W~ to `.grad` of the DTensor, and calls the hook that takes it
+                  through the clustering of the rows: `Sharded.convert`
+
+Both passes of the clustering add up `(k, d + 1)` or `(k, d)` sums over the ranks, an iteration each.  All ranks
+get the same bits from that, so that they take the same number of iterations and keep equal centroids.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler with dkm
+
+from ..clustering import cluster as loop
+from ..clustering.kernels.backend import Gradients, Trace
+from ..clustering.options import DKMOptions
+from ..clustering.vectors import compute_dtype
+from .clustered import Moment
+from .dtensors import is_sharded
+
+# What FSDP2 calls on the local tensor to pad it, to pin it, to bring it to the device, and to put in its place.
+_KEPT = {"new_zeros", "narrow", "__getitem__", "to", "cpu", "pin_memory"}
+
+
+class _Rows(Tensor):
+    """A rank's rows of a clustered weight: a plain tensor but for what FSDP2 gathers."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(cls) if getattr(func, "__name__", "") in _KEPT else result
+
+    def __reduce_ex__(self, protocol):
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # checkpoints hold plain tensors
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        sharded = module[0].sharded
+        values = sharded.gather(self.as_subclass(Tensor))
+        return (sharded.layout.padded(values.to(mp_policy.param_dtype or self.dtype)),), None
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        if out is None:
+            return all_gather_outputs[0], ()
+        return None  # `out` shares the memory of the outputs: it is there already
+
+
+class Layout:
+    """Which of a sharded weight's vectors are whose.
+
+    Shards are consecutive rows, so consecutive values.  A vector belongs to the rank that holds its first value.
+    What it has on later ranks, fewer than `dim` values, is sent to that rank, and its results are sent back.
+    """
+
+    def __init__(self, parameter: Any, dim: int):
+        from torch.distributed.tensor import Shard
+
+        split = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+        if len(split) > 1 or any(type(p) is not Shard or p.dim for p in (parameter.placements[i] for i in split)):
+            raise NotImplementedError(
+                f"a clustered weight can be sharded along its rows only, got {parameter.placements}: leave it out of "
+                "tensor parallelism and of shard_placement_fn"
+            )
+        mesh = parameter.device_mesh
+        self.dim = dim
+        self.group = mesh.get_group(split[0]) if split and mesh.size(split[0]) > 1 else None
+        self.ranks = mesh.size(split[0]) if self.group else 1
+        self.rank = mesh.get_local_rank(split[0]) if self.group else 0
+        self.chunk = -(-parameter.shape[0] // self.ranks)
+        N, width = parameter.numel(), parameter.numel() // parameter.shape[0]
+        self.bounds = [min(rank * self.chunk * width, N) for rank in range(self.ranks + 1)]
+        first, last = self.bounds[self.rank : self.rank + 2]
+        begin = min(-(-first // dim) * dim, last)
+        end = min(-(-last // dim) * dim, N) if begin < last else last
+        self.head, self.tail = begin - first, end - last  # values of an earlier rank's vector; values of our last one
+        self.straddled = any(bound % dim for bound in self.bounds if bound < N)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Adds up a tensor over the ranks."""
+        if self.group is not None:
+            tensor = tensor.contiguous()
+            torch.distributed.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def vectors(self, values: Tensor) -> Tensor:
+        """The values of this rank's rows, flat -> those of its vectors, flat."""
+        if not self.straddled:
+            return values
+        heads = self._exchange(values[: self.dim - 1])
+        sizes = [last - first for first, last in zip(self.bounds, self.bounds[1:], strict=False)]
+        later = [heads[rank, : sizes[rank]] for rank in range(self.rank + 1, self.ranks)]
+        return torch.cat([values[self.head :], *later])[: len(values) - self.head + self.tail]
+
+    def rows(self, values: Tensor) -> Tensor:
+        """The inverse of `vectors`."""
+        if not self.straddled:
+            return values
+        own = len(values) - self.tail
+        tails = self._exchange(values[own:])
+        first = self.bounds[self.rank]
+        owner = max(rank for rank in range(self.ranks) if self.bounds[rank] <= first // self.dim * self.dim)
+        behind = first - self.bounds[owner + 1] if self.head else 0
+        return torch.cat([tails[owner, behind : behind + self.head], values[:own]])
+
+    def _exchange(self, values: Tensor) -> Tensor:
+        """Up to `dim - 1` values of each rank -> `(ranks, dim - 1)`, the same on all of them."""
+        mine = values.new_zeros(self.dim - 1)
+        mine[: len(values)] = values
+        everyone = values.new_empty(self.ranks * (self.dim - 1))
+        torch.distributed.all_gather_into_tensor(everyone, mine, group=self.group)
+        return everyone.view(self.ranks, self.dim - 1)
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """As many rows as the first rank has: all ranks gather equally many."""
+        if len(rows) == self.chunk:
+            return rows
+        result = rows.new_zeros(self.chunk, *rows.shape[1:])
+        result[: len(rows)] = rows
+        return result
+
+
+class Shardable(Protocol):
+    """What `Sharded` needs of the clustered weight that it works for."""
+
+    options: DKMOptions
+    dim: int
+    C: Tensor
+    training: bool
+
+    def moment(self, weight: Tensor, add_up: Callable[[Tensor], Tensor] | None = None) -> Moment: ...
+    def temperature(self, step: Tensor) -> Tensor | float: ...
+    def advance(self, C: Tensor, now: Moment, iterations: Tensor) -> None: ...
+    def snapped(self, weight: Tensor) -> Tensor: ...
+
+
+class LastClustering(NamedTuple):
+    """What the gradient needs of the last clustering."""
+
+    trace: Trace
+    tau: Tensor
+    W_tilde: Tensor | None  # for a learned tau only
+
+
+class Sharded:
+    """A clustered weight that is sharded: what this rank keeps for it, besides the clustering's own state.
+
+    parameter   the DTensor
+    gathered    what FSDP2 has gathered last: None for W~, else which centroids the weight was snapped to
+    graph       whether the last graph was built on W~
+    last        what the gradient needs of the last clustering
+    aside       the gradient so far, while a new contribution is still one of W~ and not of W; see `convert`
+    """
+
+    def __init__(self, clustered: Shardable):
+        self.clustered = clustered
+        self.parameter: Any = None
+        self.layout: Layout
+        self.last: LastClustering
+        self.gathered: tuple[int, int] | None = None
+        self.multiple: Any = None  # the DTensor of a learned temperature
+        self.aside: Any = None
+        self.graph = self.set_aside = self.penalty = False
+
+    def adopt(self, parameter: Any) -> None:
+        """Take on the DTensor that the weight is now."""
+        if not isinstance(parameter._local_tensor, _Rows):
+            parameter._local_tensor = parameter._local_tensor.as_subclass(_Rows)
+        if parameter is not self.parameter:
+            self.parameter, self.layout = parameter, Layout(parameter, self.clustered.dim)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """This rank's rows of the weight -> those that FSDP2 shall gather."""
+        wanted = self.clustered.training and self.parameter.requires_grad
+        soft = self.graph if _in_backward() else wanted
+        values = self.values(rows, soft)
+        self.gathered = None if soft else self.centroids()
+        return values
+
+    def centroids(self) -> tuple[int, int]:
+        """Another pair when they have changed."""
+        return id(self.clustered.C), self.clustered.C._version
+
+    @torch.no_grad()
+    def values(self, rows: Tensor, soft: bool) -> Tensor:
+        """This rank's rows of the weight -> of W~, or of the snapped weight."""
+        vectors = self.layout.vectors(rows.reshape(-1))
+        vectors = self.cluster(rows, vectors) if soft else self.clustered.snapped(vectors)
+        return self.layout.rows(vectors).view(rows.shape)
+
+    def cluster(self, rows: Tensor, vectors: Tensor) -> Tensor:
+        """The clustering of the whole weight, of which this rank computes its vectors."""
+        clustered = self.clustered
+        if is_sharded(multiple := getattr(clustered, "log_multiple", None)):
+            self.multiple = multiple
+        now = clustered.moment(rows, self.layout.sum)
+        tau, dtype = clustered.temperature(now.step), compute_dtype(vectors.dtype)
+        tau = tau.to(dtype) if isinstance(tau, Tensor) else now.start.new_full((), tau, dtype=dtype)
+        W_tilde, trace = loop.forward(vectors, now.start, tau, clustered.options, self.layout.sum)
+        clustered.advance(trace.trail[-1, :, :-1].contiguous(), now, trace.iterations)
+        self.last = LastClustering(trace, tau, W_tilde if multiple is not None else None)
+        return W_tilde
+
+    @_disable_dynamo  # a graph that torch.compile traced would leave out the hooks
+    def read(self, weight: Tensor) -> Tensor:
+        """What `Clustered.forward` returns: what FSDP2 has gathered, with its way back to the shards."""
+        soft = self.clustered.training and weight.requires_grad
+        if is_sharded(weight):  # outside of a forward pass nothing is gathered: the answer is sharded, without gradient
+            return self._like_parameter(self.values(weight._local_tensor.as_subclass(Tensor), soft))
+        if _in_backward():  # activation checkpointing
+            soft = self.graph
+        elif soft or torch.is_grad_enabled():  # soft: reentrant checkpointing runs without gradient at first
+            self.graph = soft
+        values = weight.detach()
+        if self.gathered != (None if soft else self.centroids()):
+            # The mode has changed while FSDP2 held on to what it had gathered, as it does for the root module.
+            # Not in place: the graph of an earlier forward pass may need it.
+            rows = self.values(self.parameter._local_tensor.as_subclass(Tensor), soft)
+            values = self._like_parameter(rows.to(weight.dtype)).full_tensor()
+        if not soft:
+            return values
+        self._hook()
+        return _Through.apply(weight, values, self)
+
+    def _like_parameter(self, rows: Tensor) -> Any:
+        parameter = self.parameter
+        return type(parameter.data).from_local(
+            rows, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        )
+
+    def _hook(self) -> None:
+        # Now, not in `adopt`: a frozen weight takes no hooks.  They are looked for, as model.to(...) may drop them.
+        if self.convert not in (self.parameter._post_accumulate_grad_hooks or {}).values():
+            self.parameter.register_post_accumulate_grad_hook(self.convert)
+        if self._announce not in (self.parameter._backward_hooks or {}).values():
+            self.parameter.register_hook(self._announce)
+
+    # A gradient of W~ arrives in `.grad`, which may hold gradients of W from before: the two must not be added up.
+    # So what is there is set aside first, when the backward pass reaches the weight, and added to the new
+    # contribution when that has gone through the clustering.  A penalty on the parameters themselves arrives in
+    # `.grad` too, by autograd and not by FSDP2, and is a gradient of W already.
+
+    def _announce(self, grad: Tensor) -> None:
+        self.penalty = True
+
+    def set_gradient_aside(self) -> None:
+        self.penalty = False  # torch.autograd.grad announces too, and then accumulates nothing
+        if not self.set_aside:
+            self.set_aside, self.aside, self.parameter.grad = True, self.parameter.grad, None
+
+    @torch.no_grad()
+    def convert(self, parameter: Any) -> None:
+        """The gradient of W~ in `.grad` -> the gradient of W, on top of what was set aside."""
+        if self.penalty:
+            self.penalty = False
+            if self.set_aside:
+                self.aside = parameter.grad if self.aside is None else self.aside + parameter.grad
+                parameter.grad = None
+            return
+        rows = parameter.grad._local_tensor
+        gradient = self.through_clustering(rows)
+        if self.aside is None:
+            rows.copy_(gradient)
+        else:
+            self.aside._local_tensor.add_(gradient)
+            parameter.grad = self.aside
+        self.set_aside, self.aside = False, None
+
+    def through_clustering(self, rows: Tensor) -> Tensor:
+        """This rank's rows of the gradient of W~ -> of the gradient of W."""
+        options, (trace, tau, W_tilde) = self.clustered.options, self.last
+        G, W = (
+            self.layout.vectors(values.to(trace.trail.device).reshape(-1))
+            for values in (rows, self.parameter._local_tensor.as_subclass(Tensor))
+        )
+        asked_for = W_tilde is not None
+        gradients = loop.backward(G, W, tau, trace, options, reduce=self.layout.sum, centroids=asked_for)
+        if W_tilde is not None:
+            self._add_to_multiple(G, W_tilde, W, gradients)
+        return self.layout.rows(gradients.dW).view(rows.shape)
+
+    def _add_to_multiple(self, G: Tensor, W_tilde: Tensor, W: Tensor, gradients: Gradients) -> None:
+        """The gradient of a learned temperature, which FSDP2 has sharded as well: one rank has its one element."""
+        if self.multiple is None or not self.multiple.requires_grad:
+            return
+        trace, tau, _ = self.last
+        assert gradients.dC is not None
+        share = gradients._replace(dC=gradients.dC / self.layout.ranks)  # dC is a sum over all ranks already
+        dtau = self.layout.sum(loop.tau_gradient(G, W_tilde, W, tau, trace, share, self.clustered.options))
+        if self.multiple.grad is None:
+            self.multiple.grad = torch.zeros_like(self.multiple)
+        self.multiple.grad._local_tensor.add_(dtau * tau)
+
+
+class _Through(torch.autograd.Function):
+    """W~ as it was gathered; its gradient is that of FSDP2's parameter, and is announced to the shard."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, values: Tensor, sharded: Sharded) -> Tensor:
+        ctx.sharded = sharded
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, G: Tensor):
+        ctx.sharded.set_gradient_aside()
+        return G, None, None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # as FSDP2 itself asks

@@ -1,0 +1,72 @@
+"""The language of plans: text -> entries.  No tensors, no model.
+
+A plan is entries `selector:bits/dim` or `selector:keep`, separated by commas; later entries win.  `/dim`
+defaults to 1.  A size is text such as "1.0MB".
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from ..clustering.precision import MAX_BITS
+from ..foundation.errors import PlanError
+
+UNITS = {"": 1, "b": 1} | {
+    f"{letter}{b}": 2**n for letter, n in zip("kmg", (10, 20, 30), strict=True) for b in ("b", "ib")
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One `selector:bits/dim` of a plan's text; bits None is `keep`."""
+
+    selector: str
+    bits: int | None
+    dim: int
+
+
+def parse(text: str | None) -> list[Entry]:
+    """Text -> entries.  No model involved."""
+    if not isinstance(text, str):
+        raise TypeError(f"a plan is text such as 'cv:4/4, fc:8', got {type(text).__name__}")
+    if not text.strip():
+        raise PlanError("the plan is empty: say at least one 'selector:bits/dim', for example 'all:4'")
+    return [_parse_entry(part.strip(), text) for part in text.split(",")]
+
+
+def _parse_entry(part: str, text: str) -> Entry:
+    selector, colon, spec = (piece.strip() for piece in part.rpartition(":"))
+    if not part or not colon or not selector or not spec:
+        raise PlanError(f"'{part}' in plan '{text}' is not 'selector:bits/dim' or 'selector:keep'")
+    if spec == "keep":
+        return Entry(selector, None, 1)
+    bits, slash, dim = (piece.strip() for piece in spec.partition("/"))
+    if not _is_number(bits) or (slash and not _is_number(dim)):
+        raise PlanError(f"'{spec}' in plan '{text}' is not 'bits', 'bits/dim' or 'keep'")
+    if not 1 <= int(bits) <= MAX_BITS:
+        raise PlanError(f"'{spec}' in plan '{text}': bits must be from 1 to {MAX_BITS}, got {int(bits)}")
+    if slash and int(dim) < 1:
+        raise PlanError(f"'{spec}' in plan '{text}': dim must be at least 1, got {int(dim)}")
+    return Entry(selector, int(bits), int(dim) if slash else 1)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of "1.0MB", "40kB", "800B" or a plain integer.  kB, MB and GB are 2^10, 2^20 and 2^30 bytes, as the paper
+    counts; KiB, MiB and GiB say the same."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        parsed = size
+    elif isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+|\d+\.\d*|\.\d+)\s*([a-z]*)\s*", size, re.ASCII | re.IGNORECASE)
+        unit = None if found is None else UNITS.get(found[2].lower())
+        if unit is None or not (found[2] or found[1].isdigit()):
+            raise PlanError(f"'{size}' is not a size: write 1.0MB, 40kB or a whole number of bytes")
+        parsed = math.floor(float(found[1]) * unit)
+    else:
+        raise TypeError(f"a size is text such as '1.0MB', or an integer, the bytes; got {size!r}")
+    if parsed < 1:
+        raise PlanError(f"a size must be at least 1 byte, got {size!r}")
+    return parsed

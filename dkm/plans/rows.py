@@ -1,0 +1,128 @@
+"""A plan as data: a row for every tensor, with its bits, its bytes and the reason."""
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..foundation.text import table as text_table
+
+MEGABYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of the model and what becomes of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str  # cv, lin, rnn, emb: may be clustered; bare: if named; "" never
+    bits: int | None  # None: kept as it is
+    dim: int
+    reason: str
+    aliases: tuple[str, ...] = ()  # other names of the same tensor
+    width: int = 16  # bits per value where the tensor is kept
+    frozen: bool = False  # requires no gradient
+
+    @property
+    def parameters(self) -> int:
+        """How many weights the tensor has."""
+        return math.prod(self.shape)
+
+    @property
+    def label(self) -> str:
+        """`4/2` for 4 bits and vectors of 2, or `keep`."""
+        return "keep" if self.bits is None else f"{self.bits}/{self.dim}"
+
+    @property
+    def why(self) -> str:
+        """The reason, in words for a reader."""
+        return f"{self.reason}, frozen" if self.frozen else self.reason
+
+    @property
+    def stored_bytes(self) -> int:
+        """`stored_bits`, rounded up to whole bytes."""
+        return -(-self.stored_bits // 8)
+
+    @property
+    def stored_bits(self) -> int:
+        """Codes and centroids, or 16 bit per value: the paper's count."""
+        if self.bits is None:
+            return self.parameters * self.width
+        return -(-self.parameters // self.dim) * self.bits + 2**self.bits * self.dim * 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A row for every tensor; prints as a table."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The paper's count, see `megabytes`, up to whole bytes."""
+        return -(-sum(row.stored_bits for row in self.rows) // 8)
+
+    @property
+    def clustered(self) -> tuple[Row, ...]:
+        """The rows of the tensors that are clustered."""
+        return tuple(row for row in self.rows if row.bits is not None)
+
+    @property
+    def text(self) -> str:
+        """The plan as text that names every clustered tensor: `plan(model, this)` decides the same."""
+        return ", ".join(f"{row.name}:{row.label}" for row in self.clustered)
+
+    @property
+    def megabytes(self) -> float:
+        """The paper's count: 2^20 bytes; codes, 16-bit centroids and other parameters; no running statistics."""
+        return sum(row.stored_bits for row in self.rows) / 8 / MEGABYTE
+
+    @property
+    def parameters(self) -> int:
+        return sum(row.parameters for row in self.rows)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """The codes of the clustered tensors over their weights."""
+        codes = sum(-(-row.parameters // row.dim) * (row.bits or 0) for row in self.clustered)
+        return codes / max(1, sum(row.parameters for row in self.clustered))
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than the parameters in float32."""
+        return self.parameters * 4 / MEGABYTE / max(self.megabytes, 1e-12)
+
+    def __getitem__(self, name: str) -> Row:
+        for row in self.rows:
+            if name == row.name or name in row.aliases:
+                return row
+        raise KeyError(name)
+
+    def summary(self) -> str:
+        counts = f"{len(self.clustered)} of {len(self.rows)} tensors clustered"
+        return (
+            f"{counts} at {self.bits_per_weight:.3f} bits per weight\n"
+            f"{self.megabytes:.2f} MB as the paper counts, {self.ratio:.1f}x smaller than float32"
+        )
+
+    def __str__(self) -> str:
+        return self.table(shutil.get_terminal_size((100, 24)).columns) + "\n" + self.summary()
+
+    def table(self, columns: int, rows: Sequence[Row] | None = None) -> str:
+        """All rows, or these, as text of at most so many columns."""
+        head = ("tensor", "shape", "params", "b/d", "k", "bytes", "why")
+        lines = [head, *map(_cells, self.rows if rows is None else rows)]
+        return text_table(lines, "<<>>>><", columns, shrink_last=True)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.name,
+        "x".join(map(str, row.shape)) or "()",
+        f"{row.parameters:,}",
+        row.label,
+        "" if row.bits is None else str(2**row.bits),
+        f"{row.stored_bytes:,}",
+        row.why + (f", also {', '.join(row.aliases)}" if row.aliases else ""),
+    )

@@ -1,0 +1,88 @@
+"""The uncompressed network teaches the compressed one: no labels needed."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..modelling.parameters import clusterings
+from .batchnorm import feed
+
+
+def teacher(model: nn.Module) -> nn.Module:
+    """A frozen copy of the model, in evaluation mode, to take before `compress_`."""
+    if clusterings(model):
+        raise ValueError("the model is compressed already: make the teacher first, teacher = dkm.teacher(model)")
+    return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+def distill(student: Any, teacher: Any, *, temperature: float = 1.0) -> Tensor:
+    """`(..., classes), (..., classes) -> ()`: how far the student's distribution is from the teacher's.
+
+    The Kullback-Leibler divergence KL(teacher || student) of the softmax of logits / temperature, averaged
+    over all but the last dimension, times temperature^2, which keeps the size of the gradient.  Logits are
+    tensors, or outputs that have them as `.logits` (transformers).  Differentiable in the student's; the
+    arithmetic is at least float32.
+    """
+    if not isinstance(temperature, Real) or not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be a positive finite number, got {temperature!r}")
+    ours, theirs = _logits(student, "student"), _logits(teacher, "teacher").detach()
+    if ours.shape != theirs.shape or ours.ndim < 1 or not ours.numel():
+        raise ValueError(
+            f"distill needs logits (..., classes) of one shape, got {tuple(ours.shape)} from the student "
+            f"and {tuple(theirs.shape)} from the teacher"
+        )
+    ours, theirs = ((logits / temperature).log_softmax(-1) for logits in (ours, theirs))
+    divergence = F.kl_div(ours, theirs, log_target=True, reduction="sum")
+    return divergence * (temperature**2 * ours.shape[-1] / ours.numel())
+
+
+def _logits(output: Any, whose: str) -> Tensor:
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        raise TypeError(f"distill needs the {whose}'s logits, a tensor or an output with .logits, got {type(output)}")
+    return logits.float() if logits.element_size() < 4 else logits
+
+
+def divergence(
+    model: nn.Module, batches: Iterable[Any], *, forward: Callable[[nn.Module, Any], Any] | None = None
+) -> Callable[[nn.Module], Tensor]:
+    """A `loss` for `dkm.plan(model, size=..., loss=...)` that needs no labels: how far the outputs move.
+
+    The Kullback-Leibler divergence from what the model answers now, averaged over the batches.  A batch is what
+    `recalibrate_` takes; the answer is logits, or has `.logits`.  Batch norm uses the statistics of each batch: they
+    are re-estimated after compression, and the old ones would make it look worse than it is.
+    """
+    batches = list(batches)
+    if not batches:
+        raise ValueError("divergence needs at least one batch, got none: an exhausted iterator?")
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+    @torch.no_grad()
+    def answers(model: nn.Module) -> list[Any]:
+        norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        modes = {module: module.training for module in model.modules()}
+        try:
+            model.eval()
+            for norm in norms:
+                norm.train()
+                norm.track_running_stats = False  # the batch's own statistics, and those kept are left alone
+            return [feed(model, batch, device) if forward is None else forward(model, batch) for batch in batches]
+        finally:
+            for norm in norms:
+                norm.track_running_stats = True
+            for module, mode in modes.items():
+                module.training = mode
+
+    before = answers(model)
+
+    def loss(model: nn.Module) -> Tensor:
+        return torch.stack([distill(new, old) for new, old in zip(answers(model), before, strict=True)]).mean()
+
+    return loss

@@ -1,0 +1,443 @@
+"""The command: what it says, and how it says that something is wrong."""
+
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import safetensors.torch
+import torch
+from conftest import wait_for_log
+
+pytest.importorskip("typer")
+accelerate = pytest.importorskip("accelerate")
+
+from dkm.app import (  # noqa: E402
+    cli,
+    models,
+    run,
+    settings,
+)
+from dkm.formats.contents import describe  # noqa: E402
+
+NETWORK = """
+from torch import nn
+
+def network(classes=2):
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes)
+    return nn.Sequential(*layers)
+
+def number():
+    return 1
+
+def data():
+    import torch
+    examples = torch.utils.data.TensorDataset(torch.randn(24, 3, 8, 8), torch.arange(24) % 2)
+    return tuple(torch.utils.data.random_split(examples, [16, 8]))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to be in, with pictures, a network and its weights."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    rng = np.random.default_rng(0)
+    for i in range(20):
+        path = tmp_path / "images" / "ab"[i % 2] / f"{i:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.fromarray(rng.integers(0, 255, (8, 8, 3), np.uint8)).save(path)
+    (tmp_path / "network.py").write_text(NETWORK)
+    model = models.function("network.py:network")()
+    safetensors.torch.save_file(model.state_dict(), "weights.safetensors")
+    return tmp_path
+
+
+ORDINARY = dict(
+    model="network.py:network", weights="weights.safetensors", data="images", plan="0:2, 4:2", out="run", epochs="1",
+    batch_size="6", image_size="8", resize="8", device="cpu",
+)  # fmt: skip
+
+
+def flags(**options: str | None) -> list[str]:
+    chosen = ORDINARY | options
+    return [word for name, value in chosen.items() if value is not None for word in (settings.flag(name), value)]
+
+
+def call(*arguments: str, code: int = 0) -> None:
+    accelerate.state.AcceleratorState._reset_state(True)
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(arguments))
+    assert end.value.code == code
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    files = {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+    return {str(path): path.read_bytes() if path.is_file() else None for path in files}
+
+
+def test_compress_prints_the_settings_the_plan_and_the_result(place: Path, capsys):
+    call("compress", *flags())
+    printed = capsys.readouterr()
+    assert not printed.err
+    assert max(map(len, printed.out.splitlines())) <= 80
+    for part in (
+        'plan="0:2, 4:2"',
+        "0.weight",
+        "to train on",
+        "k-means, not trained",
+        "times smaller",
+        "run/model.dkm",
+    ):
+        assert part in printed.out
+    assert "\x1b" not in printed.out  # no colours and no bars: this is not a terminal
+    result = json.loads(Path("run/result.json").read_text())
+    assert f"{result['accuracy_before']:.2f} % before, {result['accuracy_after']:.2f} % after" in printed.out
+
+
+def test_the_command_of_the_result_runs_again(place: Path):
+    call("compress", *flags())
+    command = json.loads(Path("run/result.json").read_text())["command"]
+    words = shlex.split(command.replace("--out run", "--out again"))
+    assert words[0] == "dkm"
+    call(*words[1:])
+    assert Path("run/model.dkm").read_bytes() == Path("again/model.dkm").read_bytes()
+
+
+@pytest.mark.parametrize("ending", ["toml", "yaml"])
+def test_a_config_file_and_a_flag_over_it(place: Path, ending: str):
+    mark = " = " if ending == "toml" else ": "
+    values = {**ORDINARY, "seed": 3, "autocast": "no", "epochs": 7, "batch_size": 6, "image_size": 8, "resize": 8}
+    lines = [f"{k.replace('_', '-')}{mark}{json.dumps(v)}" for k, v in values.items()]
+    Path(f"c.{ending}").write_text("\n".join(lines))
+    call("compress", "--config", f"c.{ending}", "--epochs", "0")
+    saved = tomllib.loads(Path("run/config.toml").read_text())
+    assert (saved["seed"], saved["epochs"], saved["plan"]) == (3, 0, "0:2, 4:2")
+    assert settings.make(saved) == run.stored(Path("run"))
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+WRONG = {
+    "an unknown flag": (["compress", "--epoch", "3"], "No such option"),
+    "no command of that name": (["compres"], "No such command"),
+    "a flag without its value": (["compress", "--epochs"], "requires an argument"),
+    "epochs": (["compress", *flags(epochs="many")], "Invalid value for '--epochs'"),
+    "negative epochs": (["compress", *flags(epochs="-1")], "--epochs must be at least 0, and not -1"),
+    "optimizer": (["compress", *flags(optimizer="lion")], "must be one of adamw, adam, sgd, and not 'lion'"),
+    "tau": (["compress", *flags(tau="warm")], "tau must be auto, learn, a positive number"),
+    "method": (["compress", *flags(method="dkn")], "method must be one of dkm"),
+    "a share": (["compress", *flags(label_share="2")], "--label-share is a share, from 0 to 1"),
+    "label smoothing": (["compress", *flags(label_smoothing="2")], "--label-smoothing is a share, from 0 to 1"),
+    "temperature": (["compress", *flags(teacher="self", temperature="0")], "--temperature must be more than 0"),
+    "clip": (["compress", *flags(clip="0")], "--clip must be more than 0"),
+    "a teacher's setting": (["compress", *flags(label_share="0.5")], "give --teacher self, or leave it out"),
+    "seed": (["compress", *flags(seed=str(2**64))], "--seed must be less than 2^63"),
+    "a tau past float32": (["compress", *flags(tau="1e-40")], "tau must be auto, learn, a positive number"),
+    "a plan of nothing": (["compress", *flags(plan="all:keep")], "clusters nothing: give a layer bits"),
+    "no model": (["compress", *flags(model=None)], "which model? give --model"),
+    "no data": (["compress", *flags(data=None)], "no data: give --data"),
+    "no plan": (["compress", *flags(plan=None)], "how small? give --plan"),
+    "no out": (["compress", *flags(out=None)], "where to? give --out"),
+    "the plan": (["compress", *flags(plan="cvv:2")], "unknown selector 'cvv'"),
+    "the size": (["compress", *flags(target_size="big")], "'big' is not a size"),
+    "an impossible size": (["compress", *flags(plan=None, target_size="10B")], "is too small"),
+    "the model's name": (["compress", *flags(model="resnet81")], "no model 'resnet81': did you mean resnet18?"),
+    "no weights": (["compress", *flags(model="resnet18", weights=None)], "--weights FILE, or --weights none"),
+    "a missing file of weights": (["compress", *flags(weights="no.pth")], "there is no weights file no.pth"),
+    "weights of another model": (["compress", *flags(model="resnet18")], "do not fit the model: the file has no conv1"),
+    "weights of other classes": (["compress", *flags(weights="five.pth")], "4.weight is (5, 8) in the file and (2, 8)"),
+    "weights cut off": (["compress", *flags(weights="cut.safetensors")], "is not a safetensors file, or is cut off"),
+    "weights that hold code": (["compress", *flags(weights="code.pth")], "holds more than tensors"),
+    "weights that are text": (["compress", *flags(weights="network.py")], "is not a weights file"),
+    "a missing folder": (["compress", *flags(data="nowhere")], "there is no folder or file nowhere"),
+    "a folder of files": (["compress", *flags(data="images/a")], "no class folders"),
+    "an empty class": (["compress", *flags(data="empty")], "the class 'c' in empty has no images"),
+    "an unreadable image": (["compress", *flags(data="broken")], "00.png: it is no image; repair it"),
+    "a missing function": (["compress", *flags(model="network.py:net")], "network.py has no function 'net'"),
+    "a missing file": (["compress", *flags(model="net.py:network")], "there is no file net.py"),
+    "no model from the function": (["compress", *flags(model="network.py:number")], "must return a torch.nn.Module"),
+    "data twice": (["compress", *flags(data="network.py:data", eval_data="images")], "leave out --eval-data"),
+    "no data from the function": (["compress", *flags(data="network.py:number")], "must return two datasets"),
+    "the folder exists": (["compress", *flags(out="images")], "images exists and is not a run of dkm"),
+    "the folder is a file": (["compress", *flags(out="network.py")], "network.py exists and is not a run"),
+    "the config file": (["compress", "--config", "no.toml"], "cannot read the config file no.toml"),
+    "not TOML": (["compress", "--config", "network.py"], "is not TOML"),
+    "a wrong key": (["compress", "--config", "wrong.toml"], "no setting 'epoch': did you mean epochs?"),
+    "a wrong value": (["compress", "--config", "value.toml"], "--epochs must be a whole number, and not 'ten'"),
+    "resize": (["compress", *flags(resize="4")], "--resize 4 is less than --image-size 8"),
+    "eval of nothing": (["eval", "images"], "images is not the folder of a run"),
+    "inspect of nothing": (["inspect", "no.dkm"], "cannot read no.dkm"),
+    "inspect of something else": (["inspect", "weights.safetensors"], "is not an intact .dkm file"),
+    "report of nothing": (["report", "images"], "images is not the folder of a run"),
+    "plan of no model": (["plan", "resnet81", "cv:2"], "there is no model 'resnet81'"),
+    "demo where something is": (["demo", "--out", "images"], "images exists: choose another folder"),
+}  # fmt: skip
+
+
+class Code:
+    pass
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_one_sentence_and_nothing_touched(place: Path, capsys, case: str):
+    Path("empty").mkdir()
+    for name in "abc":
+        Path("empty", name).mkdir()
+    for name in "ab":
+        Path("broken", name).mkdir(parents=True)
+        Path("broken", name, "00.png").write_bytes(b"no picture")
+        Path("broken", name, "01.png").write_bytes(Path("images/a/00.png").read_bytes())
+    for i, name in enumerate("ab"):
+        Path("empty", name, "0.png").write_bytes(Path(f"images/{name}/0{i}.png").read_bytes())
+    five = models.function("network.py:network")(5)
+    torch.save(five.state_dict(), "five.pth")
+    torch.save(Code(), "code.pth")
+    Path("cut.safetensors").write_bytes(Path("weights.safetensors").read_bytes()[:300])
+    Path("wrong.toml").write_text("epoch = 3")
+    Path("value.toml").write_text('epochs = "ten"')
+    arguments, sentence = WRONG[case]
+    before = snapshot(place)
+    call(*arguments, code=2)
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert printed.err.startswith("dkm: ")
+    assert printed.err.count("\n") == 1
+    assert snapshot(place) == before
+
+
+def test_a_run_is_not_overwritten(place: Path, capsys):
+    call("compress", *flags())
+    before = snapshot(place)
+    call("compress", *flags(), code=2)
+    assert "run exists: go on with it by --resume, or choose another --out" in capsys.readouterr().err
+    assert snapshot(place) == before
+
+
+# --- the other commands --------------------------------------------------------------------------
+
+
+def test_eval_says_what_compress_said(place: Path, capsys):
+    call("compress", *flags())
+    result = json.loads(Path("run/result.json").read_text())
+    capsys.readouterr()
+    call("eval", "run")
+    assert f"{result['accuracy_after']:.2f} % right" in capsys.readouterr().out
+    call("eval", *flags(weights="run/model.dkm", plan=None, out=None, epochs=None))
+    assert f"{result['accuracy_after']:.2f} % right" in capsys.readouterr().out
+    call("eval", *flags(plan=None, out=None, epochs=None))
+    assert f"{result['accuracy_before']:.2f} % right" in capsys.readouterr().out
+
+
+def test_plan(place: Path, capsys):
+    call("plan", "mobilenet_v2", "all:3/1")
+    printed = capsys.readouterr().out
+    assert "53 of 158 tensors clustered" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_inspect(place: Path, capsys):
+    call("compress", *flags(epochs="0"))
+    capsys.readouterr()
+    call("inspect", "run/model.dkm")
+    assert capsys.readouterr().out.strip() == describe("run/model.dkm", 80)
+
+
+def test_report_is_written_again(place: Path, capsys):
+    call("compress", *flags())
+    before = Path("run/report.html").read_bytes()
+    Path("run/report.html").unlink()
+    capsys.readouterr()
+    call("report", "run")
+    assert capsys.readouterr().out.split() == ["run/report.html"]
+    assert Path("run/report.html").read_bytes() == before
+
+
+def test_demo(place: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    from dkm.app import demo
+
+    draw = demo.make_images
+    monkeypatch.setattr(demo, "make_images", lambda folder, count: draw(folder, count // 5))  # all of it, but faster
+    monkeypatch.setattr(demo.train, "__defaults__", (1, 0))
+    for given, folder in ((["--out", "demo"], "demo"), ([], "dkm-demo-output"), ([], "dkm-demo-2-output")):
+        call("demo", *given)
+        assert len(list(Path(folder, "images").rglob("*.png"))) == 60
+        assert {path.name for path in Path(folder, "run").iterdir()} >= {"model.dkm", "report.html", "result.json"}
+        assert f"dkm compress --model {folder}/network.py:network" in capsys.readouterr().out
+
+
+def test_data_of_your_own(place: Path):
+    call("compress", *flags(data="network.py:data"))
+    assert json.loads(Path("run/result.json").read_text())["steps"] == 2
+
+
+@pytest.fixture
+def bert(place: Path) -> None:
+    """A small transformer in a folder, and tables for it."""
+    transformers = pytest.importorskip("transformers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "very", "soup", "bread"]
+    Path("bert").mkdir()
+    Path("bert/vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast("bert/vocab.txt").save_pretrained("bert")
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=16, num_labels=2,
+    )  # fmt: skip
+    transformers.BertForSequenceClassification(config).save_pretrained("bert")
+    rows = [f"{a} {b}\t{'yes' if a == 'good' else 'no'}" for a in ("good", "bad") for b in words[7:] * 4]
+    Path("train.tsv").write_text("\n".join(["sentence\tlabel", *rows]))
+    Path("dev.tsv").write_text("\n".join(["sentence\tlabel", *rows[::3]]))
+
+
+TEXTS = dict(model="bert", weights=None, data="train.tsv", eval_data="dev.tsv", plan="bert.encoder.*:3/2, emb:2")
+
+
+@pytest.mark.usefixtures("bert")
+def test_texts(capsys):
+    call("compress", *flags(**TEXTS, epochs="15", lr="0.01"))
+    result = json.loads(Path("run/result.json").read_text())
+    assert result["accuracy_after"] == 100
+    capsys.readouterr()
+    call("eval", "run")
+    assert "100.00 % right" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("bert")
+def test_texts_of_other_classes_than_the_model(capsys):
+    Path("train.tsv").write_text("sentence\tlabel\ngood\t0\nbad\t1\nvery\t2\n")
+    Path("dev.tsv").write_text("sentence\tlabel\ngood\t0\n")
+    call("compress", *flags(**TEXTS), code=2)
+    said = capsys.readouterr().err
+    assert "the weights in bert do not fit: classifier.weight is (2, 16) there and (3, 16) in a model of 3" in said
+    assert not Path("run").exists()
+
+
+@pytest.mark.usefixtures("bert")
+def test_a_head_that_is_not_in_the_folder_is_said(capsys):
+    state = safetensors.torch.load_file("bert/model.safetensors")
+    for name in ("classifier.weight", "classifier.bias"):
+        del state[name]
+    safetensors.torch.save_file(state, "bert/model.safetensors", metadata={"format": "pt"})
+    call("compress", *flags(**TEXTS, epochs="0"))
+    assert "not in bert, starts from random: classifier.bias, classifier.weight" in capsys.readouterr().out
+
+
+# --- two processes -------------------------------------------------------------------------------
+
+LAUNCHERS = {
+    "torchrun": "torch.distributed.run --standalone --nproc-per-node 2 -m dkm",
+    "accelerate": "accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 0 -m dkm",
+}
+LONG = dict(batch_size="4", epochs="12", checkpoint_every="0")  # 24 steps of two processes
+
+
+def launch(launcher: str, *arguments: str) -> subprocess.Popen:
+    """As a user does, in a process group of its own.  There is no GPU, and nothing says that this is for CPUs."""
+    command = [sys.executable, "-m", *LAUNCHERS[launcher].split(), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)
+
+
+def said(errors: str) -> list[str]:
+    """Our sentences.  A launcher says more, a traceback of its own among it; there is none of ours."""
+    assert not [file for file in re.findall(r'File "(.*?)"', errors) if Path(cli.__file__).parent in Path(file).parents]
+    return [line for line in errors.splitlines() if line.startswith("dkm: ")]
+
+
+def fork(*arguments: str) -> list[multiprocessing.Process]:
+    """What a launcher would start, in a fraction of the time."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def target(rank: int) -> None:
+        os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+        accelerate.state.AcceleratorState._reset_state(True)
+        cli.RANK = rank
+        cli.main(["compress", "--resume", *arguments])
+
+    processes = [multiprocessing.get_context("fork").Process(target=target, args=(rank,)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def codes(processes: list[multiprocessing.Process]) -> list[int]:
+    for process in processes:
+        process.join(60)
+    return [process.exitcode for process in processes]
+
+
+def test_two_processes_killed_and_resumed(place: Path):
+    assert codes(fork(*flags(**LONG, out="whole"))) == [0, 0]
+    assert json.loads(Path("whole/result.json").read_text())["steps"] == 18 // (4 * 2) * 12
+    for count in (20, 50):
+        processes = fork(*flags(**LONG))
+        wait_for_log(processes[0].is_alive, Path("run"), count)
+        for process in processes:
+            process.kill()
+        assert codes(processes) == [-signal.SIGKILL] * 2, "it ended before it was killed"
+    assert codes(fork(*flags(**LONG))) == [0, 0]
+    assert Path("run/model.dkm").read_bytes() == Path("whole/model.dkm").read_bytes()
+
+
+def test_two_processes_stopped_and_resumed(place: Path):
+    """Ctrl-C on torchrun; Accelerate's launcher, which is the same underneath, takes it to the end."""
+    assert codes(fork(*flags(**LONG, out="whole"))) == [0, 0]
+    process = launch("torchrun", "compress", *flags(**LONG, device=None))
+    wait_for_log(lambda: process.poll() is None, Path("run"), 20)
+    os.killpg(process.pid, signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode != 0
+    assert said(errors) == ["dkm: stopped; go on with the launcher and: -m dkm compress --resume --out run"]
+    assert torch.load("run/checkpoints/last.pt", weights_only=True)["done"] < 24
+    assert not Path("run/model.dkm").exists()
+
+    process = launch("accelerate", "compress", "--resume", "--out", "run")
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert said(errors) == []
+    assert printed.count("times smaller") == printed.count("from step") == 1  # one of them talks
+    assert {path.name for path in Path("run").iterdir()} == {path.name for path in Path("whole").iterdir()}
+    assert Path("run/model.dkm").read_bytes() == Path("whole/model.dkm").read_bytes()
+
+
+@pytest.mark.parametrize("case", ["of all", "of the second"])
+def test_a_problem_of_two_processes_is_one_sentence(place: Path, case: str):
+    Path("images/b/19.png").write_bytes(b"no picture")  # the last of the two held out, which the second one reads
+    process = launch("torchrun", "compress", *flags(data="nowhere" if case == "of all" else "images"))
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode != 0
+    sentence = "there is no folder or file nowhere" if case == "of all" else "cannot read the image images/b/19.png"
+    assert [line.startswith(f"dkm: {sentence}") for line in said(errors)] == [True], errors
+    assert not Path("run").exists()
+
+
+def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in dict(TORCHELASTIC_RUN_ID="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", LOCAL_RANK="1").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    assert run._on_cpu(settings.make({"device": "cpu"}))
+    with pytest.raises(settings.Problem, match="2 processes need as many GPUs, and there are 1 here"):
+        run._on_cpu(settings.make())
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert not run._on_cpu(settings.make())
+
+
+def test_without_the_extra_it_says_what_to_install():
+    program = "import sys; sys.modules['typer'] = None; import dkm.app.cli"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr.strip() == 'dkm: the command needs more than the library: pip install "torch-dkm[cli]"'

@@ -1,0 +1,74 @@
+"""Models by their names, weights from files."""
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from dkm.app import models
+from dkm.app.settings import Problem
+
+
+@pytest.mark.parametrize("name", ["resnet18", "googlenet", "timm/resnet10t"])
+def test_a_name_and_weights(tmp_path: Path, name: str):
+    if name.startswith("timm/"):
+        pytest.importorskip("timm")
+    model, _ = models.build(name, "none", 5)
+    file = tmp_path / "w.safetensors"
+    safetensors.torch.save_file(model.state_dict(), file)
+    again, _ = models.build(name, str(file), 5)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert again.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 5)
+    assert [p.shape for p in models.outline(name, 5).parameters()] == [p.shape for p in model.parameters()]
+
+
+def test_second_outputs_in_a_file_are_left_out(tmp_path: Path):
+    """As in torchvision's own weights of googlenet, which normalise the input another way, too."""
+    model, _ = models.build("googlenet", "none", 5)
+    torch.save(model.state_dict() | {"aux1.fc1.weight": torch.zeros(3)}, tmp_path / "w.pth")
+    assert not model.transform_input
+    assert models.build("googlenet", str(tmp_path / "w.pth"), 5)[0].transform_input
+
+
+@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"epoch": 3, "state_dict": state}])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_state_dicts_as_people_save_them(tmp_path: Path, wrap, prefix: str):
+    state = nn.Linear(2, 3).state_dict()
+    torch.save(wrap({prefix + key: value for key, value in state.items()}), tmp_path / "w.pth")
+    found = models.read(str(tmp_path / "w.pth"))
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[key], state[key]) for key in state)
+
+
+def test_weights_that_do_not_fit_leave_the_model_as_it_was(tmp_path: Path):
+    model = nn.Linear(2, 3)
+    before = model.weight.detach().clone()
+    torch.save({"weight": torch.zeros(3, 2), "bias": torch.zeros(4)}, tmp_path / "w.pth")
+    with pytest.raises(Problem, match=r"bias is \(4,\) in the file and \(3,\) in the model of 3 classes"):
+        models.fill(model, str(tmp_path / "w.pth"), 3)
+    assert torch.equal(model.weight, before)
+
+
+def test_a_function_gets_the_number_of_classes(tmp_path: Path):
+    (tmp_path / "some.py").write_text(
+        "from torch import nn\n"
+        "def by_name(num_classes):\n    return nn.Linear(2, num_classes)\n"
+        "def fixed():\n    return nn.Linear(2, 7)\n"
+    )
+    assert models.build(f"{tmp_path}/some.py:by_name", None, 4)[0].out_features == 4
+    assert models.build(f"{tmp_path}/some.py:fixed", None, 4)[0].out_features == 7
+
+
+def test_two_files_of_one_name_are_two(tmp_path: Path):
+    for folder, width in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.py").write_text(f"def width():\n    return {width}\n")
+    assert [models.function(f"{tmp_path / folder}/same.py:width")() for folder in "ab"] == [1, 2]
+
+
+def test_timm_models_have_their_own_normalisation():
+    pytest.importorskip("timm")
+    assert models.pixels("timm/vit_base_patch16_224").mean == (0.5, 0.5, 0.5)
+    assert models.pixels("resnet18") == models.Pixels()

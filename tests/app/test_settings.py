@@ -1,0 +1,67 @@
+"""Settings from flags and files, and back."""
+
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dkm.app.settings import Problem, Settings, as_command, as_toml, make, read
+
+OTHERS = dict(
+    model="a b.py:f",
+    data=("x", 'quo"ted'),
+    plan="cv:4/4, fc:8/4",
+    lr=1e-5,
+    epochs=3,
+    classes=7,
+    autocast="bf16",
+    tau="geometric:2:0.1",
+    out="päth",
+)
+
+
+@pytest.mark.parametrize("given", [{}, OTHERS], ids=["defaults", "others"])
+def test_toml_and_back(given: dict):
+    settings = make(given)
+    assert make(tomllib.loads(as_toml(settings))) == settings
+
+
+def test_the_command_names_what_is_not_default():
+    words = shlex.split(as_command(make(OTHERS)))
+    assert words[:2] == ["dkm", "compress"]
+    given: dict = {}
+    for name, value in zip(words[2::2], words[3::2], strict=True):
+        given.setdefault(name, []).append(value)
+    assert given["--data"] == ["x", 'quo"ted']
+    assert {name.removeprefix("--").replace("-", "_") for name in given} == set(OTHERS)
+
+
+def test_later_layers_win():
+    assert make({"epochs": 3, "batch-size": 8}, {"epochs": 4}) == Settings(epochs=4, batch_size=8)
+
+
+def test_yaml(tmp_path: Path):
+    pytest.importorskip("yaml")
+    (tmp_path / "c.yaml").write_text("epochs: 3\nautocast: no\nweights: none\nlr: 1e-3\ndata: [a, b]\ntau: 1.0e-4\n")
+    wanted = Settings(epochs=3, autocast="no", weights="none", lr=1e-3, data=("a", "b"), tau="0.0001")
+    assert make(read(tmp_path / "c.yaml")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"epoch": 3}, "there is no setting 'epoch': did you mean epochs?"),
+        ({"epochs": 2.5}, "--epochs must be a whole number, and not 2.5"),
+        ({"epochs": True}, "--epochs must be a whole number, and not True"),
+        ({"lr": float("nan")}, "--lr must be a number, and not nan"),
+        ({"data": [1]}, "--data must be text, or a list of texts"),
+        ({"schedule": "step"}, "--schedule must be one of cosine, linear, constant, and not 'step'"),
+        ({"batch-size": 0}, "--batch-size must be at least 1, and not 0"),
+        ({"warmup": 1.5}, "--warmup is a share, from 0 to 1"),
+    ],
+)
+def test_wrong_values(given: dict, sentence: str):
+    with pytest.raises(Problem) as problem:
+        make(given)
+    assert sentence in str(problem.value)

@@ -1,0 +1,52 @@
+"""`python -m benchmarks` runs and prints its tables.  What the numbers are is not tested: see the README."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from torch import nn
+
+from benchmarks import monitor
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_tables_come_out(tmp_path):
+    sections = ["--only", "accuracy", "--only", "memory"]  # one process: most of the time is spent importing
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--quick", *sections, "--json", tmp_path / "numbers.json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    _, accuracy, memory = done.stdout.split("###")
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    for text, section in ((accuracy, "accuracy"), (memory, "memory")):
+        table = [line for line in text.splitlines() if line.startswith("|")]
+        assert len(table) == 2 + len(numbers[section]) > 2  # a header, a rule
+        assert len({line.count("|") for line in table}) == 1
+        assert max(map(len, table)) <= 100
+    assert all(row["ours"]["dW"] < 1e-3 for row in numbers["accuracy"])
+    assert all(row["ours"]["extra"] <= row["bound"] for row in numbers["memory"])
+
+
+def test_the_monitor_is_measured():
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    times = monitor.measure(build, "1:2, 3:2", (4, 3, 4, 4), "cpu", rounds=3)
+    assert times["every"] == 100
+    assert 0 < times["idle"] < times["record"] < 100 * times["step"]
+
+
+def test_shards_are_measured():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.sharded", "--quick"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 2
+    assert len({line.count("|") for line in table}) == 1

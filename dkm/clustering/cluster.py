@@ -170,14 +170,15 @@ def _gradients(ctx: Any, G: Tensor, backward: Backward) -> tuple[Tensor, Tensor 
     dtau = None if W_tilde is None else tau_gradient(G, W_tilde, W, tau, trace, found, options)
     dC = None
     if C_wanted:
-        dC = found.dC if options.gradient == "unrolled" else torch.zeros_like(trail[0, :, :-1])
+        dC = torch.zeros_like(trail[0, :, :-1]) if options.gradient != "unrolled" else found.dC
+        assert dC is not None
         dC = dC.to(ctx.C_dtype)
     return found.dW, dC, dtau
 
 
 class _Cluster(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, W: Tensor, C: Tensor, tau: Tensor, options: ClusterOptions) -> Output:  # type: ignore[override]
+    def forward(ctx: Any, W: Tensor, C: Tensor, tau: Tensor, options: ClusterOptions) -> Output:
         W_tilde, trace = forward(W, C, tau, options)
         _save(ctx, W, C, tau, options, (W_tilde, *trace))
         ctx.mark_non_differentiable(*trace)
@@ -185,13 +186,13 @@ class _Cluster(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, G: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, G: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, G, backward), None
 
 
 class _Advance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, state: State, options: ClusterOptions) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, weight: Tensor, state: State, options: ClusterOptions) -> tuple[Tensor, Tensor]:
         ctx.options, ctx.shape = options, weight.shape
         # Single weights may be clustered in any order; taking the order in memory saves a copy.
         ctx.channels_last = (
@@ -210,7 +211,7 @@ class _Advance(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, G: Tensor | None, _: Any) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, G: Tensor | None, _: Any) -> tuple[Tensor | None, None, None]:
         if G is None:
             return None, None, None
         W, tau, *trace = ctx.saved_tensors

@@ -1,6 +1,6 @@
 """Where centroids start: k-means of the weights themselves, or the paper's random choice.
 
-Everything here runs on the CPU in a fixed order, so that equal weights give equal centroids.
+Everything here runs on the CPU in a fixed order, so that equal weights give equal centroids on every rank.
 """
 
 import numpy as np
@@ -11,9 +11,9 @@ from .assign import assign
 from .options import INITS
 from .vectors import compute_dtype
 
-BINS = 1024  # of the histogram for d = 1, at least; and at least 16 a centroid
-WINDOW = 48  # bins by which the bound between two clusters may move in a round, at least
-SAMPLE = 1 << 16  # vectors that d > 1 looks at, at most; 16 times as many values for d = 1
+BINS = 1024  # of the histogram for d = 1; more where there are so many centroids that 16 bins per centroid are more
+WINDOW = 48  # how many bins the bound between two clusters may move per round; more where clusters are wide
+SAMPLE = 1 << 16  # for d > 1 at most so many vectors are looked at; for d = 1 at most 16 times as many values
 
 
 def init_centroids(W: Tensor, k: int, *, init: str = "kmeans", seed: int = 0) -> Tensor:
@@ -41,7 +41,7 @@ def init_centroids(W: Tensor, k: int, *, init: str = "kmeans", seed: int = 0) ->
 
 
 def random(W: Tensor, k: int, seed: int) -> Tensor:
-    """k vectors of W, without replacement while there are enough of them."""
+    """k vectors of W, all different ones if W has as many."""
     generator = torch.Generator().manual_seed(seed)
     if len(W) >= k:
         return W[_choose(len(W), k, generator).to(W.device)]
@@ -49,7 +49,7 @@ def random(W: Tensor, k: int, seed: int) -> Tensor:
 
 
 def kmeans(W: Tensor, k: int, seed: int) -> Tensor:
-    """`(n, d) -> (k, d)` on the CPU."""
+    """The centroids of k-means, `(n, d) -> (k, d)`, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     if W.shape[1] == 1:
         return torch.from_numpy(_kmeans_1d(sorted_values(W[:, 0], generator), k))[:, None]
@@ -63,7 +63,8 @@ def _choose(n: int, count: int, generator: torch.Generator) -> Tensor:
     """`count` of `n` indices in random order, without repeats; all of them where count >= n."""
     if n <= 1 << 24:
         return torch.randperm(n, generator=generator)[:count]
-    # a permutation of billions takes more memory than the weights; collisions among few draws are rare
+    # A permutation of billions of indices takes more memory than the weights.  Draws with repetition, of which the
+    # repeated ones are removed, need none; collisions among few draws are rare.
     drawn = torch.randint(n, (count + count // 8 + 8,), generator=generator)
     return drawn[np.sort(np.unique(drawn.numpy(), return_index=True)[1])][:count]
 
@@ -72,7 +73,8 @@ def _choose(n: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 def sorted_values(w: Tensor, generator: torch.Generator) -> np.ndarray:
-    """All values in order; of many, so many that no level feels the difference, and the two extremes."""
+    """All values in ascending order.  Of very many values a sample is taken, large enough that no centroid would move
+    visibly, and the two extremes."""
     if len(w) > 16 * SAMPLE:
         chosen = w[_choose(len(w), 16 * SAMPLE, generator).to(w.device)]
         w = torch.cat([chosen, torch.stack(w.aminmax())])
@@ -80,15 +82,15 @@ def sorted_values(w: Tensor, generator: torch.Generator) -> np.ndarray:
 
 
 def _kmeans_1d(values: np.ndarray, k: int) -> np.ndarray:
-    """`(n,)` sorted -> `(k,)` sorted centroids of least squared error.
+    """`(n,)` sorted values -> `(k,)` sorted centroids of least squared error.
 
-    Dynamic programming over a histogram, then Lloyd steps on the values themselves.
+    Dynamic programming finds the best intervals of a histogram; Lloyd steps on the values themselves do the rest.
     """
     x, counts = np.unique(values, return_counts=True)
     if len(x) <= k:
         return np.sort(np.resize(x, k))
-    # A gap g between neighbours stands for g^(2/3) of the levels (the cube root of the density, integrated),
-    # but no gap deserves more than one of them.
+    # Where values are dense, the best centroids are dense too, in proportion to the cube root of the density.  So a gap
+    # g between neighbouring values deserves a share of the bins in proportion to g^(2/3), but no more than one centroid.
     share = np.cbrt(np.diff(x)) ** 2
     for _ in range(3):
         share = np.minimum(share, share.sum() / k)
@@ -110,8 +112,8 @@ def _kmeans_1d(values: np.ndarray, k: int) -> np.ndarray:
 def _best_bounds(sums: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """`(3, bins + 1)` prefix sums of counts, values and squares -> `(k + 1,)` bounds of the best k intervals.
 
-    Dynamic programming in which bound j stays within a window around where it is, repeated from where that
-    led until nothing moves: O(k window^2) a round, where the unrestricted one takes O(k bins^2).
+    Dynamic programming in which bound j stays within a window around its present place.  It is repeated from the
+    bounds that it found until nothing moves.  A round takes O(k window^2); unrestricted it would take O(k bins^2).
     """
     k, bins = len(bounds) - 1, sums.shape[1] - 1
     window = max(WINDOW, 4 * bins // k)
@@ -132,19 +134,19 @@ def _best_bounds(sums: np.ndarray, bounds: np.ndarray) -> np.ndarray:
             cost += best[:, None]
             choices.append(cost.argmin(0))
             best = cost[choices[-1], np.arange(cost.shape[1])]
-        moved, at = [bins], 0
+        backwards, at = [bins], 0
         for j in range(k, 0, -1):
             at = choices[j - 1][at]
-            moved.append(lowest[j - 1] + at)
-        moved = np.array(moved[::-1])
-        if (moved == bounds).all():
+            backwards.append(lowest[j - 1] + at)
+        moved = np.array(backwards[::-1])
+        if np.array_equal(moved, bounds):
             break
         bounds = moved
     return bounds
 
 
 def lloyd_1d(values: np.ndarray, C: np.ndarray, steps: int = 300) -> np.ndarray:
-    """Lloyd's algorithm on sorted values: a step costs O(k log n) thanks to prefix sums."""
+    """Lloyd's algorithm on sorted values, `(n,), (k,) -> (k,)`.  Prefix sums make a step cost O(k log n)."""
     center = values.mean()
     sums = np.concatenate([[0.0], np.cumsum(values - center)])
     for _ in range(steps):
@@ -161,7 +163,8 @@ def lloyd_1d(values: np.ndarray, C: np.ndarray, steps: int = 300) -> np.ndarray:
 
 
 def _plus_plus(V: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """k-means++: each next centroid is drawn with probability proportional to its squared distance."""
+    """k-means++: the next centroid is a vector drawn with probability proportional to its squared distance from the
+    nearest centroid so far."""
     C = V.new_empty(k, V.shape[1])
     C[0] = V[torch.randint(len(V), (), generator=generator)]
     columns = V.t().contiguous()
@@ -175,12 +178,13 @@ def _plus_plus(V: Tensor, k: int, generator: torch.Generator) -> Tensor:
 
 
 def _lloyd(V: Tensor, C: Tensor) -> Tensor:
+    """Lloyd's algorithm, `(n, d), (k, d) -> (k, d)`."""
     for _ in range(15 if len(C) <= 1024 else 5):
         codes = assign(V, C)
         count = torch.bincount(codes, minlength=len(C)).to(V.dtype)[:, None]
         moved = torch.zeros_like(C).index_add_(0, codes, V) / count.clamp(min=1)
         empty = count[:, 0] == 0
-        if bool(empty.any()):  # an empty cluster restarts at one of the worst served vectors
+        if bool(empty.any()):  # an empty cluster starts again at one of the vectors that are farthest from theirs
             error = (V - C[codes]).square_().sum(1)
             worst = error.topk(min(int(empty.sum()), len(V))).indices
             moved[empty] = V[worst].repeat(-(-int(empty.sum()) // len(worst)), 1)[: int(empty.sum())]

@@ -75,7 +75,7 @@ class TemperedOptions(StartOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.tau, Real):
-            check_tau(self.tau)
+            check_tau(float(self.tau) if not isinstance(self.tau, bool) else self.tau)
         elif not callable(self.tau) and self.tau not in ("auto", "learn"):
             raise ValueError(
                 f'tau must be "auto", "learn", a positive number, or a schedule such as '

@@ -26,7 +26,7 @@ class _Schedule:
 
     def __post_init__(self) -> None:
         for value in astuple(self):
-            if not isinstance(value, Real) or not 0 < value < math.inf:
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"{self} is not a schedule: multiples of the unit are positive finite numbers")
 
 

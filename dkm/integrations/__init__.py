@@ -1,7 +1,8 @@
-"""dkm in other people's training loops: a thin callback a library, which it imports; and what they share.
+"""dkm in other libraries' training loops: one thin callback per library, in a file of its own.
 
-Both callbacks do the same four things: compress the model before a checkpoint is restored into it, tell
-tau="auto" how long the training is, log a few figures, and write the .dkm file at the end.
+`transformers.py` and `lightning.py` each import their library.  What they have in common is here: compress the model
+before a checkpoint is restored into it, tell tau="auto" how long the training is, log a few figures, and write the
+.dkm file at the end.
 """
 
 from collections.abc import Iterable
@@ -26,11 +27,11 @@ class Compression:
     """One model's way through a trainer, whichever it is.
 
     Args:
-        plan: as for `compress_`; None: you compress the model yourself, before the trainer has it.
-        output: the .dkm file, relative to the trainer's own folder; None: write none.
-        dtype: of the parameters that are not clustered, in the file.
-        recalibrate: how many batches of the training data to re-estimate batch norm's statistics on at the end.
-        options: as for `compress_`.  Without `steps` the length of the training is the trainer's.
+        plan: as for `compress_`; None if you compress the model yourself, before the trainer gets it.
+        output: the .dkm file, relative to the trainer's own folder; None to write none.
+        dtype: the dtype, in the file, of the parameters that are not clustered.
+        recalibrate: how many batches of training data re-estimate batch norm's statistics at the end.
+        options: as for `compress_`.  Without `steps`, the trainer says how long the training is.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Compression:
         self.clusterings: list[Clustered] = []
 
     def has_compressed(self, model: nn.Module) -> bool:
-        """Whether it was us; a trainer may have wrapped the model since."""
+        """Whether this object compressed the model; a trainer may have wrapped it since."""
         return bool(self.clusterings) and clusterings(model) == self.clusterings
 
     def compress(self, model: nn.Module) -> None:
@@ -72,12 +73,16 @@ class Compression:
 
     def figures(self, step: int) -> dict[str, float]:
         """All tensors in a few numbers, for the trainer's log: see `monitor`."""
-        total = self.monitor.record(step)["total"]
+        record = self.monitor.record(step)
+        assert record is not None  # every=1
+        total = record["total"]
         return {f"dkm/{key}": float(total[key]) for key in ("gap", "changed", "dead") if total[key] is not None}
 
     def finish(self, model: nn.Module, batches: Iterable[Any] | None, folder: str | Path, *, write: bool) -> None:
-        """Training is over; `write` in the first process."""
+        """Training is over; `write` is True in the first process."""
         if self.recalibrate:
+            if batches is None:
+                raise ValueError("recalibrate needs training data, and the trainer has none: leave it out")
             recalibrate_(model, islice(batches, self.recalibrate))
         # a model in shards is written by all processes together, any other one by the first of them
         if self.output is not None and (write or any(map(is_sharded, model.parameters()))):

@@ -47,8 +47,9 @@ class DKMCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step
-        # one record an optimizer step, not one a batch
-        if step != self.logged and trainer.log_every_n_steps and step % trainer.log_every_n_steps == 0:
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        # one record per optimizer step, not one per batch
+        if step != self.logged and every and step % every == 0:
             pl_module.log_dict(self.compression.figures(step))
             self.logged = step
 

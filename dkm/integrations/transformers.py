@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..modelling.parameters import parameters
+from ..modelling.parameters import clustered_parameters
 from ..plans.rows import Plan
 from . import Compression
 
@@ -15,7 +15,7 @@ from . import Compression
 class DKMCallback(TrainerCallback):
     """Compresses the Trainer's model, logs how the clustering goes, and writes the .dkm file at the end.
 
-    Pass it to `Trainer(callbacks=[...])`: the model is compressed there and then, because the Trainer reads a
+    Pass it to `Trainer(callbacks=[...])`: the model is compressed right there, because the Trainer reads a
     checkpoint before it tells callbacks that training begins.  `trainer.train(resume_from_checkpoint=True)`
     continues as if nothing had happened.  With `load_best_model_at_end` the file holds the best model.
 
@@ -33,13 +33,13 @@ class DKMCallback(TrainerCallback):
     ):
         self.compression = Compression(plan, output, dtype, recalibrate, options)
 
-    def on_init_end(
+    def on_init_end(  # type: ignore[override]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
         self.compression.compress(model)
         _declare_ties(model)
 
-    def on_train_begin(
+    def on_train_begin(  # type: ignore[override]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
         # Another model than at the beginning (`model_init` makes one for each training), or never called before
@@ -68,7 +68,7 @@ class DKMCallback(TrainerCallback):
             logs.update(figures)
             state.log_history[-1].update(figures)
 
-    def on_train_end(
+    def on_train_end(  # type: ignore[override]
         self,
         args: TrainingArguments,
         state: TrainerState,
@@ -77,12 +77,16 @@ class DKMCallback(TrainerCallback):
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        self.compression.finish(model, train_dataloader, args.output_dir, write=state.is_world_process_zero)
+        folder = args.output_dir or "."
+        self.compression.finish(model, train_dataloader, folder, write=state.is_world_process_zero)
 
 
 def _declare_ties(model: nn.Module) -> None:
-    """Tell `save_pretrained` which tensors are second names: it refuses to save a tie that it does not know, and
-    it knows them by their plain names."""
-    for owned in parameters(model):
-        for module, attribute in owned.owners[1:] if owned.clustered is not None else ():
-            module.parametrizations[attribute]._tied_weights_keys = {"original": "", "0": ""}
+    """Tell `save_pretrained` which tensors are second names of another one.
+
+    It refuses to save a tie that it does not know, and it knows ties by the names of the plain model only.
+    """
+    for owned, _ in clustered_parameters(model):
+        for module, attribute in owned.owners[1:]:
+            chain: Any = module.parametrizations[attribute]  # type: ignore[index]
+            chain._tied_weights_keys = {"original": "", "0": ""}

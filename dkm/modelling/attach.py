@@ -14,7 +14,7 @@ def attach(owned: Owned, clustered: Clustered) -> None:
         clustered.train(module.training)
         # unsafe: the checks that it skips would run the clustering, and ours keeps shape and dtype
         parametrize.register_parametrization(module, attribute, clustered, unsafe=True)
-        module.parametrizations[attribute].__class__ = Chain  # type: ignore[index, union-attr]
+        module.parametrizations[attribute].__class__ = Chain  # type: ignore[index]
         share_reads(module)
 
 

@@ -202,11 +202,11 @@ class Chain(ParametrizationList):
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, snapped: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, weight: Tensor, snapped: Tensor) -> Tensor:
         return snapped.view_as(snapped)
 
     @staticmethod
-    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None]:
         return G, None
 
 

@@ -1,6 +1,7 @@
 """The one walk over a model: every distinct parameter, its names, and the modules that hold it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -53,6 +54,12 @@ def parameters(model: nn.Module) -> list[Owned]:
     return list(found.values())
 
 
+def clustered_parameters(model: nn.Module) -> list[tuple[Owned, Clustered]]:
+    """The clustered ones among a model's parameters, each with its clustering."""
+    pairs = ((owned, owned.clustered) for owned in parameters(model))
+    return [(owned, clustered) for owned, clustered in pairs if clustered is not None]
+
+
 def clusterings(model: nn.Module) -> list[Clustered]:
     """The parametrizations that dkm has put on a model."""
     return [module for module in model.modules() if isinstance(module, Clustered)]
@@ -83,7 +90,7 @@ def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _clustering_of(module: nn.Module, attribute: str) -> Clustered | None:
     if not parametrize.is_parametrized(module, attribute):
         return None
-    chain = module.parametrizations[attribute]  # type: ignore[index]
+    chain: Any = module.parametrizations[attribute]  # type: ignore[index]
     return chain[0] if _is_ours(chain) else None
 
 

@@ -16,7 +16,7 @@ def share_reads(module: nn.Module) -> None:
     if isinstance(module, nn.RNNBase) and _enter not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_enter)
         module.register_forward_hook(_leave, always_call=True)
-        type(module)._apply = _apply_and_forget  # type: ignore[method-assign, assignment]  # the class is parametrize's, made for this module
+        type(module)._apply = _apply_and_forget  # type: ignore[method-assign]  # the class is parametrize's, made for this module
         _forget(module)
 
 

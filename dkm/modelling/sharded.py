@@ -4,14 +4,15 @@
 module runs.  What must be gathered is W~, not W.  FSDP2 has a place for that: `fsdp_pre_all_gather` of the local
 tensor says what is gathered in its stead.
 
-    fully_shard   puts the DTensor into the weight's `Chain`, which makes the local tensor `_Rows`
-    forward       `_Rows.fsdp_pre_all_gather` makes this rank's rows of W~, or of the snapped weight; FSDP2
-                  gathers them in the dtype of its policy; `Clustered.forward` hands them on (`Sharded.read`)
-    backward      FSDP2 scatters the gradient of W~ to `.grad` of the DTensor, and calls the hook that takes it
-                  through the clustering of the rows: `Sharded.convert`
+    fully_shard   puts the DTensor into the weight's `Chain`, which tells the method (`DKMClustered.shard`); from then
+                  on the local tensor is a `_Rows`
+    forward       `_Rows.fsdp_pre_all_gather` makes this rank's rows of W~, or of the snapped weight.  FSDP2
+                  gathers them in the dtype of its policy, and `Sharded.read` hands them on to the module
+    backward      FSDP2 scatters the gradient of W~ to `.grad` of the DTensor, and calls the hook `Sharded.convert`,
+                  which takes it through the clustering of the rows
 
-Both passes of the clustering add up `(k, d + 1)` or `(k, d)` sums over the ranks, an iteration each.  All ranks
-get the same bits from that, so that they take the same number of iterations and keep equal centroids.
+Both passes of the clustering add up sums of shape `(k, d + 1)` or `(k, d)` over the ranks, once per iteration.  All
+ranks get the same bits from that, so that they take the same number of iterations and keep equal centroids.
 """
 
 from collections.abc import Callable
@@ -36,20 +37,26 @@ class _Rows(Tensor):
     """A rank's rows of a clustered weight: a plain tensor but for what FSDP2 gathers."""
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         return result.as_subclass(cls) if getattr(func, "__name__", "") in _KEPT else result
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # checkpoints hold plain tensors
 
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor], None]:
+        """FSDP2 asks what to gather in the place of these rows."""
         sharded = module[0].sharded
         values = sharded.gather(self.as_subclass(Tensor))
         return (sharded.layout.padded(values.to(mp_policy.param_dtype or self.dtype)),), None
 
-    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> tuple[Tensor, tuple[()]] | None:
+        """FSDP2 asks what to make of the gathered values: nothing."""
         if out is None:
             return all_gather_outputs[0], ()
         return None  # `out` shares the memory of the outputs: it is there already
@@ -215,7 +222,8 @@ class Sharded:
         """What `Clustered.forward` returns: what FSDP2 has gathered, with its way back to the shards."""
         soft = self.clustered.training and weight.requires_grad
         if is_sharded(weight):  # outside of a forward pass nothing is gathered: the answer is sharded, without gradient
-            return self._like_parameter(self.values(weight._local_tensor.as_subclass(Tensor), soft))
+            rows = weight._local_tensor.as_subclass(Tensor)  # type: ignore[attr-defined]
+            return self._like_parameter(self.values(rows, soft))
         if _in_backward():  # activation checkpointing
             soft = self.graph
         elif soft or torch.is_grad_enabled():  # soft: reentrant checkpointing runs without gradient at first
@@ -305,12 +313,12 @@ class _Through(torch.autograd.Function):
     """W~ as it was gathered; its gradient is that of FSDP2's parameter, and is announced to the shard."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor, values: Tensor, sharded: Sharded) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, values: Tensor, sharded: Sharded) -> Tensor:
         ctx.sharded = sharded
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx, G: Tensor):
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None, None]:
         ctx.sharded.set_gradient_aside()
         return G, None, None
 

@@ -39,6 +39,7 @@ class Tempered(Clustered):
     def temperature(self, step: Tensor) -> Tensor | float:
         """tau after `step` changes of the weight: a number, or a () tensor."""
         if self.schedule is not None:
+            assert self.steps is not None
             return self.unit * self.schedule((step / self.steps).clamp(max=1))
         if self.options.tau == "learn":
             return (self.unit * whole(self.log_multiple).exp()).view(())

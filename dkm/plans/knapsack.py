@@ -6,43 +6,63 @@ import numpy as np
 
 STATES = 1 << 16  # partial choices that are kept at a time
 
+Options = list[np.ndarray]  # an array per item: the sizes, or the costs, of its options
+
 
 def knapsack(sizes: Sequence[Sequence[int]], costs: Sequence[Sequence[float]], budget: int) -> list[int]:
-    """One of each: the indices of least total cost whose sizes add up to at most the budget; of equals the smaller.
+    """Choose one option of each item: least total cost, total size at most the budget; of equally good ones the
+    smaller.  Returns the index of each item's option.
 
-    Exact, as long as no more than `STATES` partial choices compete.  Choices are made one after the other; of the
-    partial ones those remain that no other one beats in both size and cost, and that may still be better than the
-    best choice known: the Lagrangian relaxation bounds what the rest costs at least.
+    The result is exact as long as no more than `STATES` partial choices compete.  Items are decided one after the
+    other.  A partial choice is kept unless another one is both smaller and cheaper, or unless it cannot become
+    better than the best whole choice known: the Lagrangian relaxation says how much the items left cost at least.
     """
-    sizes, costs = [np.array(s, np.int64) for s in sizes], [np.array(c, np.float64) for c in costs]
-    least = np.cumsum([0, *(s.min() for s in reversed(sizes))])[::-1]  # what the rest takes at least
-    if least[0] > budget:
-        raise ValueError(f"the smallest choice takes {least[0]}, and the budget is {budget}")
-
-    def relaxed(price: float) -> list[int]:
-        return [int(np.lexsort((s, c + price * s))[0]) for s, c in zip(sizes, costs, strict=True)]
-
-    def total(of: list[np.ndarray], at: list[int]) -> float:
-        return sum(values[i] for values, i in zip(of, at, strict=True))
-
-    low, high = 0.0, 1e-12
-    if total(sizes, best := relaxed(low)) <= budget:
+    s, c = [np.array(each, np.int64) for each in sizes], [np.array(each, np.float64) for each in costs]
+    smallest = sum(int(each.min()) for each in s)
+    if smallest > budget:
+        raise ValueError(f"the smallest choice takes {smallest}, and the budget is {budget}")
+    if _total(s, best := _relaxed(s, c, 0.0)) <= budget:
         return best
-    while total(sizes, relaxed(high)) > budget:
+    low, high = _price_of_the_budget(s, c, budget)
+    best = _relaxed(s, c, high)
+    better = _search(s, c, budget, (low, high), _total(c, best))
+    return best if better is None else better
+
+
+def _relaxed(sizes: Options, costs: Options, price: float) -> list[int]:
+    """The best choice where size is not limited but paid for."""
+    return [int(np.lexsort((s, c + price * s))[0]) for s, c in zip(sizes, costs, strict=True)]
+
+
+def _total(values: Options, choice: list[int]) -> float:
+    return sum(each[i] for each, i in zip(values, choice, strict=True))
+
+
+def _price_of_the_budget(sizes: Options, costs: Options, budget: int) -> tuple[float, float]:
+    """Two prices close together: at the lower one the relaxed choice is too large, at the higher one it fits."""
+    low, high = 0.0, 1e-12
+    while _total(sizes, _relaxed(sizes, costs, high)) > budget:
         low, high = high, 4 * high
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (low, middle) if total(sizes, relaxed(middle)) <= budget else (middle, high)
-    best = relaxed(high)
-    upper = total(costs, best)
-    allowed = upper + 1e-12 * sum(np.abs(c).max() for c in costs)
+        fits = _total(sizes, _relaxed(sizes, costs, middle)) <= budget
+        low, high = (low, middle) if fits else (middle, high)
+    return low, high
 
-    taken, spent, trail = np.zeros(1, np.int64), np.zeros(1), []
+
+def _search(
+    sizes: Options, costs: Options, budget: int, prices: tuple[float, float], upper: float
+) -> list[int] | None:
+    """The choice of least cost, if it costs at most `upper`."""
+    least = np.cumsum([0, *(s.min() for s in reversed(sizes))])[::-1]  # what the items from t on take at least
+    allowed = upper + 1e-12 * sum(np.abs(c).max() for c in costs)
+    taken, spent = np.zeros(1, np.int64), np.zeros(1)  # of each partial choice: its size and its cost
+    decisions: list[tuple[np.ndarray, np.ndarray]] = []  # of each partial choice: the one it extends, the option added
     for t, (s, c) in enumerate(zip(sizes, costs, strict=True)):
         size, cost = (taken[:, None] + s).ravel(), (spent[:, None] + c).ravel()
         bound = np.full(len(size), -np.inf)
-        for price in (low, high):
-            rest = sum((c + price * s).min() for s, c in zip(sizes[t + 1 :], costs[t + 1 :], strict=True))
+        for price in prices:
+            rest = sum((b + price * a).min() for a, b in zip(sizes[t + 1 :], costs[t + 1 :], strict=True))
             bound = np.maximum(bound, cost + rest - price * (budget - size))
         kept = np.flatnonzero((size + least[t + 1] <= budget) & (bound <= allowed))
         kept = kept[np.lexsort((cost[kept], size[kept]))]
@@ -50,14 +70,14 @@ def knapsack(sizes: Sequence[Sequence[int]], costs: Sequence[Sequence[float]], b
         if len(kept) > STATES:
             kept = kept[np.sort(np.argsort(bound[kept], kind="stable")[:STATES])]
         if not len(kept):
-            return best
+            return None
         taken, spent = size[kept], cost[kept]
-        trail.append(np.divmod(kept, len(s)))
+        decisions.append(np.divmod(kept, len(s)))
     at = int(np.argmin(spent))
     if spent[at] > upper:
-        return best
+        return None
     chosen = []
-    for came_from, option in reversed(trail):
+    for extends, option in reversed(decisions):
         chosen.append(int(option[at]))
-        at = came_from[at]
+        at = int(extends[at])
     return chosen[::-1]

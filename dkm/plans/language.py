@@ -55,14 +55,16 @@ def _is_number(text: str) -> bool:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of "1.0MB", "40kB", "800B" or a plain integer.  kB, MB and GB are 2^10, 2^20 and 2^30 bytes, as the paper
-    counts; KiB, MiB and GiB say the same."""
+    """The bytes that "1.0MB", "40kB", "800B" or a plain integer means.
+
+    kB, MB and GB are 2^10, 2^20 and 2^30 bytes, as the paper counts; KiB, MiB and GiB mean the same.
+    """
     if isinstance(size, int) and not isinstance(size, bool):
         parsed = size
     elif isinstance(size, str):
         found = re.fullmatch(r"\s*(\d+|\d+\.\d*|\.\d+)\s*([a-z]*)\s*", size, re.ASCII | re.IGNORECASE)
         unit = None if found is None else UNITS.get(found[2].lower())
-        if unit is None or not (found[2] or found[1].isdigit()):
+        if found is None or unit is None or not (found[2] or found[1].isdigit()):
             raise PlanError(f"'{size}' is not a size: write 1.0MB, 40kB or a whole number of bytes")
         parsed = math.floor(float(found[1]) * unit)
     else:

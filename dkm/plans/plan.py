@@ -21,8 +21,8 @@ def plan(
 ) -> Plan:
     """What `compress_(model, text)` would do: a row for every tensor, with bits, bytes and the reason.
 
-    With a `size`, "1.0MB" or bytes, the tensors that the text does not select get the bits and dim that cost the
-    `loss` least within it; `options` are those of `dkm.plans.target_size.allocate`.
+    With a `size`, "1.0MB" or a number of bytes, the tensors that the text does not select get the bits and dim that
+    cost the `loss` least within that size.  `options` are those of `dkm.plans.target_size.allocate`.
     """
     if size is not None:
         return allocate(model, size, loss, text=text, **options)

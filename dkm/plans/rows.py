@@ -16,7 +16,7 @@ class Row:
 
     name: str
     shape: tuple[int, ...]
-    kind: str  # cv, lin, rnn, emb: may be clustered; bare: if named; "" never
+    kind: str  # cv, lin, rnn or emb, which words select; bare, which must be named; "" for what is never clustered
     bits: int | None  # None: kept as it is
     dim: int
     reason: str
@@ -80,6 +80,7 @@ class Plan:
 
     @property
     def parameters(self) -> int:
+        """How many parameters the model has."""
         return sum(row.parameters for row in self.rows)
 
     @property
@@ -94,12 +95,14 @@ class Plan:
         return self.parameters * 4 / MEGABYTE / max(self.megabytes, 1e-12)
 
     def __getitem__(self, name: str) -> Row:
+        """The row of a tensor, by any of its names."""
         for row in self.rows:
             if name == row.name or name in row.aliases:
                 return row
         raise KeyError(name)
 
     def summary(self) -> str:
+        """The plan in two lines."""
         counts = f"{len(self.clustered)} of {len(self.rows)} tensors clustered"
         return (
             f"{counts} at {self.bits_per_weight:.3f} bits per weight\n"

@@ -25,10 +25,11 @@ WORDS = {
     "first": "the first convolution, matrix or embedding",
     "last": "the last convolution, matrix or embedding",
 }
-# Words about a kind of layer leave small tensors at 8/1; words that point at one tensor, and names, do not.
-_KINDS = ("cv", "fc", "lin", "xform", "emb", "all")
-# The kinds of tensors that a word may select; a bare parameter must be named.
+# These words mean a kind of layer, and leave its small tensors at 8/1.  "first", "last" and names mean one tensor.
+WORDS_FOR_A_KIND = ("cv", "fc", "lin", "xform", "emb", "all")
+# The kinds of tensors that words select; a bare parameter must be named.
 KINDS = ("cv", "lin", "rnn", "emb")
+KINDS_OF_WORD = {"cv": ("cv",), "emb": ("emb",), "lin": ("lin", "rnn"), "xform": ("lin",), "fc": ("lin",)}
 
 
 def apply(walk: list[Owned], text: str | None) -> tuple[list[Row], set[int]]:
@@ -36,7 +37,7 @@ def apply(walk: list[Owned], text: str | None) -> tuple[list[Row], set[int]]:
     entries = parse(text)
     rows, selected = survey(walk), set[int]()
     for entry in entries:
-        found = _select(entry.selector, rows, text)
+        found = _select(entry.selector, rows, str(text))
         selected.update(found)
         for i in found:
             rows[i] = _decide(rows[i], entry)
@@ -46,17 +47,16 @@ def apply(walk: list[Owned], text: str | None) -> tuple[list[Row], set[int]]:
 def _decide(row: Row, entry: Entry) -> Row:
     if entry.bits is None:
         return replace(row, bits=None, dim=1, reason=f"{entry.selector}:keep")
-    if entry.selector in _KINDS and row.parameters < SMALL:
+    if entry.selector in WORDS_FOR_A_KIND and row.parameters < SMALL:
         return replace(row, bits=8, dim=1, reason=f"{entry.selector}, under {SMALL:,}")
-    return replace(row, bits=entry.bits, dim=entry.dim, reason=f"{entry.selector}")
+    return replace(row, bits=entry.bits, dim=entry.dim, reason=entry.selector)
 
 
 def _select(selector: str, rows: list[Row], text: str) -> list[int]:
     """The indices of the rows that a selector means; an error where it means none."""
     weights = [i for i, row in enumerate(rows) if row.kind in KINDS]
     if selector in WORDS:
-        kinds = {"cv": ("cv",), "emb": ("emb",), "lin": ("lin", "rnn"), "xform": ("lin",), "fc": ("lin",)}
-        found = [i for i in weights if rows[i].kind in kinds.get(selector, (rows[i].kind,))]
+        found = [i for i in weights if rows[i].kind in KINDS_OF_WORD.get(selector, KINDS)]
         found = {"fc": found[-1:], "last": found[-1:], "first": found[:1]}.get(selector, found)
         if not found:
             raise PlanError(f"'{selector}' in plan '{text}' selects {WORDS[selector]}, and this model has none")

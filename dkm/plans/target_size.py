@@ -1,14 +1,15 @@
-"""Bits and dim for every tensor within a budget of bytes, by what clustering each of them costs the loss.
+"""Choose bits and dim for every tensor within a budget of bytes, by what clustering each of them costs the loss.
 
-1  For each tensor: its k-means at every candidate.  Of two candidates, one that is neither smaller nor closer to
-   the weights is dropped.
-2  The cost of a candidate is the loss with this tensor alone replaced by its nearest centroids, less the loss
-   without.  A few are measured; between them the cost is taken as linear in the squared error, which is what
-   the second-order expansion of the loss says.
-3  The choice of least total cost within the budget: a multiple-choice knapsack, solved exactly.  What it chose,
-   and its neighbours, are measured where they were not, and it is solved again until nothing is new.
-4  Errors of several tensors do not just add up.  So the loss of the whole choice is measured, and with each tensor
-   one candidate finer and coarser in it; solved again with these costs, while that makes it better.
+1  Every tensor is clustered by k-means at every candidate, a pair of bits and dim.  A candidate is dropped if another
+   one is both smaller and closer to the weights.
+2  The cost of a candidate is the loss with this tensor alone replaced by its nearest centroids, minus the loss of
+   the uncompressed model.  A few candidates are measured; between them the cost is taken as linear in the squared
+   error, which is what the second-order expansion of the loss says.
+3  The choice of least total cost within the budget is a multiple-choice knapsack, solved exactly.  The chosen
+   candidates and their neighbours are measured where they were not yet, and the knapsack is solved again, until there
+   is nothing left to measure.
+4  The errors of several tensors do not simply add up.  So the loss of the whole choice is measured, and then with each
+   tensor one candidate finer and one coarser; the knapsack is solved again with these costs, as long as the loss falls.
 """
 
 import math
@@ -31,9 +32,9 @@ from .language import parse_size
 from .rows import Plan, Row
 from .selection import KINDS, apply, survey
 
-# Rates from 16 bits a weight down to 1/2, close to one another between 1 and 3 where most budgets lead.  At one rate
-# several: the larger dim is the closer to the weights, and has the larger table; which is better depends on how
-# many weights share it.
+# Rates from 8 bits per weight down to 1/2, close to one another between 1 and 3, where most budgets lead.  Several
+# candidates have the same rate: the one with the larger dim is closer to the weights but has a larger table, and which
+# of them is better depends on how many weights share that table.
 CANDIDATES = (
     *((bits, 1) for bits in (1, 2, 3, 4, 5, 6, 8)),
     *((bits, 2) for bits in (2, 3, 4, 5, 6, 8)),
@@ -43,16 +44,17 @@ CANDIDATES = (
 WORST = 1e9  # the cost of a loss that is not finite
 
 Loss = Callable[[nn.Module], Any]
+Combination = Sequence["Candidate | None"]  # one per tensor; None: as it was
 
 
 @dataclass
 class Candidate:
-    """A tensor at some fineness: `row` says which and what it takes."""
+    """A tensor clustered in one way; `row` says in which, and how many bits it takes."""
 
     row: Row
-    C: Tensor | None  # its k-means; None: kept
+    C: Tensor | None  # the centroids, by k-means; None: the tensor is kept
     error: float  # the sum of squares of what snapping changes
-    cost: float | None = None  # measured
+    cost: float | None = None  # by how much the loss rises, where that was measured
 
     def values(self, weight: Tensor) -> Tensor:
         """What the file would hold of the weight."""
@@ -65,7 +67,7 @@ class Candidate:
 def allocate(
     model: nn.Module,
     size: int | str,
-    loss: Loss,
+    loss: Loss | None,
     *,
     text: str | None = None,
     candidates: Sequence[tuple[int, int]] = CANDIDATES,
@@ -76,9 +78,9 @@ def allocate(
 
     Args:
         size: of the parameters as the paper counts, `Plan.bytes`: "1.0MB", "40kB" (2^20 and 2^10 bytes) or bytes.
-        loss: `model -> number`, on a few batches, always the same ones; lower is better.  Called without gradient,
-            in evaluation mode, some 5 to 10 times for every tensor.  `dkm.divergence(model, batches)` makes one.
-        text: entries as in a plan; tensors that they select are as they say, and the others are chosen.
+        loss: `model -> number`, on a few batches, always the same ones; lower is better.  It is called without
+            gradient, in evaluation mode, some 5 to 10 times per tensor.  `dkm.divergence(model, batches)` makes one.
+        text: entries as in a plan; they decide about the tensors that they select, and the others are chosen.
         candidates: pairs of bits and dim to choose from; keeping a tensor is always one more.
         rounds: how often the choice is improved by measuring it as a whole; 0: never.
         seed: of the k-means, as in `compress_`.
@@ -96,42 +98,34 @@ def allocate(
     walk = parameters(model)
     rows, selected = (survey(walk), set[int]()) if text is None else apply(walk, text)
     tensors = {owned.name: owned.tensor for owned in walk}
-    # What the text clusters has one candidate: it costs what it costs, and the others are measured next to it.
+    # A tensor that the text clusters has one candidate: it is clustered while the others are measured.
     options = {i: [row] for i, row in enumerate(rows) if i in selected and row.bits is not None}
-    free = [i for i, row in enumerate(rows) if i not in selected and row.kind in KINDS]
-    if not free:
+    open_rows = [i for i, row in enumerate(rows) if i not in selected and row.kind in KINDS]
+    if not open_rows:
         raise PlanError(f"plan '{text}' says what becomes of every tensor: there is nothing left to choose for a size")
-    options |= {i: _fitting(rows[i], candidates) for i in free}
-    weights = [tensors[rows[i].name] for i in options]
-    for i, weight in zip(options, weights, strict=True):
-        check_weight(weight, rows[i].name)
+    options |= {i: _fitting(rows[i], candidates) for i in open_rows}
+    for i in options:
+        check_weight(tensors[rows[i].name], rows[i].name)
     rest = budget - sum(row.stored_bits for i, row in enumerate(rows) if i not in options)
     _check_budget(size, budget, rest, list(options.values()))
-
-    modes = {part: part.training for part in model.modules()}
-    bench = _Bench(model.eval(), loss, weights)
-    try:
-        base = bench.loss(bench.none)
-        if not math.isfinite(base):
-            raise ValueError(f"the loss of the uncompressed model is {base}: check the model and the batches")
+    weights = [tensors[rows[i].name] for i in options]
+    with _Bench(model, loss, weights) as bench:
         choices = [_candidates(at, weight.detach(), seed) for at, weight in zip(options.values(), weights, strict=True)]
-        picked = _choose(bench, base, choices, rest, rounds)
-    finally:
-        bench.restore()
-        for part, mode in modes.items():
-            part.training = mode
+        picked = _improved(bench, choices, _choose(bench, choices, rest), rest, rounds)
     for i, choice, at in zip(options, choices, picked, strict=True):
-        if i in free:
+        if i in open_rows:
             rows[i] = replace(choice[at].row, reason=_reason(choice, at))
     return Plan(tuple(rows))
 
 
 def _fitting(row: Row, candidates: Sequence[tuple[int, int]]) -> list[Row]:
-    """The row at every candidate that makes sense for it, from the smallest: at least 4 vectors for each centroid, and
-    smaller than kept; and kept."""
-    at = [replace(row, bits=b, dim=d) for b, d in set(candidates) if row.parameters >= 4 * d * 2**b]
-    at = [other for other in at if other.stored_bits < row.stored_bits]
-    return [*sorted(at, key=lambda other: (other.stored_bits, other.bits)), row]
+    """The ways to cluster a row's tensor that make sense, from the smallest to the largest, and last the row kept.
+
+    A candidate makes sense if there are at least 4 vectors for each centroid and it takes less than the kept tensor.
+    """
+    ways = [replace(row, bits=b, dim=d) for b, d in set(candidates) if row.parameters >= 4 * d * 2**b]
+    ways = [way for way in ways if way.stored_bits < row.stored_bits]
+    return [*sorted(ways, key=lambda way: (way.stored_bits, way.bits or 0)), row]
 
 
 def _check_budget(size: int | str, budget: int, rest: int, rows: list[list[Row]]) -> None:
@@ -148,7 +142,8 @@ def _check_budget(size: int | str, budget: int, rest: int, rows: list[list[Row]]
 
 
 def _candidates(rows: list[Row], weight: Tensor, seed: int) -> list[Candidate]:
-    """From the smallest to the largest, each closer to the weight than the ones before it."""
+    """The candidates from the smallest to the largest, without those that are no closer to the weight than a smaller
+    one."""
     found: list[Candidate] = []
     for other in rows:
         candidate = Candidate(other, None, 0.0, 0.0)
@@ -162,16 +157,32 @@ def _candidates(rows: list[Row], weight: Tensor, seed: int) -> list[Candidate]:
 
 
 class _Bench:
-    """The model with some of its tensors replaced.  Remembers which: a measurement writes only what differs."""
+    """Measures the model with some of its tensors replaced, and puts everything back at the end.
+
+    It remembers what the tensors hold, so that a measurement writes only what differs from the one before.
+    """
 
     def __init__(self, model: nn.Module, loss: Loss, tensors: list[nn.Parameter]):
         self.model, self.measure, self.tensors = model, loss, tensors
         self.original = [tensor.detach().clone() for tensor in tensors]
-        self.present: list[Candidate | None] = [None] * len(tensors)
-        self.none = self.present
+        self.uncompressed: Combination = [None] * len(tensors)
+        self.present = self.uncompressed
+        self.modes = {part: part.training for part in model.modules()}
+
+    def __enter__(self) -> "_Bench":
+        self.model.eval()
+        return self
 
     @torch.no_grad()
-    def loss(self, wanted: list[Candidate | None]) -> float:
+    def __exit__(self, *error: object) -> None:
+        for tensor, weight in zip(self.tensors, self.original, strict=True):
+            tensor.copy_(weight)
+        for part, mode in self.modes.items():
+            part.training = mode
+
+    @torch.no_grad()
+    def loss(self, wanted: Combination) -> float:
+        """The loss with these candidates in the place of the tensors; None leaves a tensor as it was."""
         for tensor, weight, old, new in zip(self.tensors, self.original, self.present, wanted, strict=True):
             if old is not new:
                 tensor.copy_(weight if new is None else new.values(weight))
@@ -182,55 +193,67 @@ class _Bench:
         except (TypeError, ValueError):
             raise TypeError(f"loss(model) must return a number, lower is better, got {value!r}") from None
 
-    def cost(self, at: int, candidate: Candidate | None, others: list[Candidate | None], base: float) -> float:
-        """How much more than `base` the loss is with this candidate in the place of the one among the others."""
-        cost = self.loss([*others[:at], candidate, *others[at + 1 :]]) - base
+    def cost(self, i: int, candidate: Candidate, others: Combination, base: float) -> float:
+        """How much more than `base` the loss is with this candidate for tensor i, and the others as given."""
+        cost = self.loss([*others[:i], candidate, *others[i + 1 :]]) - base
         return cost if math.isfinite(cost) else WORST
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        for tensor, weight in zip(self.tensors, self.original, strict=True):
-            tensor.copy_(weight)
 
-
-def _choose(bench: _Bench, base: float, choices: list[list[Candidate]], budget: int, rounds: int) -> list[int]:
-    """Which candidate of each tensor."""
+def _choose(bench: _Bench, choices: list[list[Candidate]], budget: int) -> list[int]:
+    """The index of each tensor's candidate, by what each candidate costs alone: steps 2 and 3 above."""
+    base = bench.loss(bench.uncompressed)
+    if not math.isfinite(base):
+        raise ValueError(f"the loss of the uncompressed model is {base}: check the model and the batches")
     sizes = [[candidate.row.stored_bits for candidate in options] for options in choices]
     wanted = [{0, len(options) // 3, 2 * len(options) // 3} for options in choices]
+    picked: list[int] = []
     while any(wanted):
-        for i, (options, at) in enumerate(zip(choices, wanted, strict=True)):
-            for j in sorted(at):
-                options[j].cost = bench.cost(i, options[j], bench.none, base)
+        for i, (options, indices) in enumerate(zip(choices, wanted, strict=True)):
+            for j in sorted(indices):
+                options[j].cost = bench.cost(i, options[j], bench.uncompressed, base)
         picked = knapsack(sizes, [_costs(options) for options in choices], budget)
         wanted = [
-            {j for j in (at - 1, at, at + 1) if 0 <= j < len(options) and options[j].cost is None}
+            {j for j in _near(at, options) if options[j].cost is None}
             for options, at in zip(choices, picked, strict=True)
         ]
+    return picked
+
+
+def _improved(
+    bench: _Bench, choices: list[list[Candidate]], picked: list[int], budget: int, rounds: int
+) -> list[int]:
+    """A choice made better by measuring it as a whole: step 4 above."""
     for _ in range(rounds):
-        whole = [options[at] for options, at in zip(choices, picked, strict=True)]
+        whole: Combination = [options[at] for options, at in zip(choices, picked, strict=True)]
         base = bench.loss(whole)
-        near = [[j for j in (at - 1, at, at + 1) if 0 <= j < len(o)] for o, at in zip(choices, picked, strict=True)]
+        near = [_near(at, options) for options, at in zip(choices, picked, strict=True)]
         costs = [
-            [0.0 if j == picked[i] else bench.cost(i, choices[i][j], whole, base) for j in at]
-            for i, at in enumerate(near)
+            [0.0 if j == picked[i] else bench.cost(i, choices[i][j], whole, base) for j in indices]
+            for i, indices in enumerate(near)
         ]
-        moves = knapsack([[sizes[i][j] for j in at] for i, at in enumerate(near)], costs, budget)
-        moved = [near[i][move] for i, move in enumerate(moves)]
-        # not even: where nothing is measured, nothing moves
+        sizes = [[choices[i][j].row.stored_bits for j in indices] for i, indices in enumerate(near)]
+        moved = [near[i][move] for i, move in enumerate(knapsack(sizes, costs, budget))]
+        # The loss must fall.  Where it stays equal the batches cannot tell the two choices apart: keep the old one.
         if not bench.loss([options[at] for options, at in zip(choices, moved, strict=True)]) < base:
             break
         picked = moved
     return picked
 
 
+def _near(at: int, options: list[Candidate]) -> list[int]:
+    """The index of a candidate, and those of its neighbours."""
+    return [j for j in (at - 1, at, at + 1) if 0 <= j < len(options)]
+
+
 def _costs(options: list[Candidate]) -> list[float]:
-    """Of every candidate: as measured or, in between, linear in the error; no error, no cost."""
+    """The cost of every candidate: as measured, or interpolated linearly in the error; without error there is none."""
     known = sorted((option.error, option.cost) for option in options if option.cost is not None)
     errors, costs = zip((0.0, 0.0), *known, strict=True)
     return [float(np.interp(o.error, errors, costs)) if o.cost is None else o.cost for o in options]
 
 
 def _reason(options: list[Candidate], at: int) -> str:
+    """Why this candidate: what it costs, and what the next one would cost and save."""
     costs = _costs(options)
     if len(options) == 1:
         return "exact"

@@ -22,7 +22,7 @@ def recalibrate_(
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     if not norms:
         return model
-    device = norms[0].running_mean.device
+    device = next(norms[0].buffers()).device
     modes = {module: module.training for module in model.modules()}
     before = [(norm, norm.momentum, {k: v.clone() for k, v in norm.named_buffers(recurse=False)}) for norm in norms]
     seen = 0

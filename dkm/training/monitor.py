@@ -11,7 +11,7 @@ from ..clustering.vectors import from_vectors
 from ..foundation import jsonl as lines
 from ..modelling.clustered import Clustered
 from ..modelling.dtensors import reshard, whole
-from ..modelling.parameters import Owned, parameters
+from ..modelling.parameters import Owned, clustered_parameters
 
 
 class monitor:
@@ -25,7 +25,7 @@ class monitor:
         changed      the share of the vectors whose nearest centroid is another one than at the last record;
                      None at the first record
         dead         how many centroids are the nearest one of no vector
-        entropy      of the codes, in bits a code: `bits` where all centroids are used equally often
+        entropy      of the codes, in bits per code: `bits` where all centroids are used equally often
         code_bytes   of the codes as the file packs them
         ideal_bytes  of the codes as an ideal entropy coder would write them: n * entropy / 8
 
@@ -34,11 +34,12 @@ class monitor:
 
     Args:
         every: `record(step)` returns None, at once, unless `step` is a multiple of it.
-        jsonl: a file to append the records to, a line each.  Recording a step again, or an earlier one, removes
+        jsonl: a file to append the records to, one line per record.  Recording a step again, or an earlier one, removes
             the lines from there on: they belong to a run that was abandoned for a checkpoint.
         writer: an object with TensorBoard's `add_scalar(tag, value, step)`; the tags are `dkm/NAME/NUMBER`.
 
-    Where there are several processes all of them record (of a sharded model they have to), and the first one writes.
+    Where there are several processes, all of them call `record` (for a sharded model they must), and the first one
+    writes.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class monitor:
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(f"writer must have add_scalar(tag, value, step), as TensorBoard's has, got {writer!r}")
         self.model, self.every, self.jsonl, self.writer = model, every, jsonl, writer
-        self._codes: dict[str, Tensor] = {}  # of the last record, a byte or two a vector
+        self._codes: dict[str, Tensor] = {}  # of the last record, one or two bytes per vector
         self._written: list[int] | None = None  # the steps in the file, once it was read
         self._targets()
 
@@ -61,16 +62,16 @@ class monitor:
             return None
         reshard(self.model)
         targets = self._targets()
-        measured = [self._measure(owned.names[0], owned.clustered, owned.tensor) for owned in targets]
-        # to the host in one piece: waiting for the device once, not once a number
+        measured = [self._measure(owned.name, clustered, owned.tensor) for owned, clustered in targets]
+        # to the host in one piece: that waits for the device once, not once per number
         rows = torch.stack([row.to(measured[0].device) for row in measured]).tolist()
         record = {"step": step, **_summary(targets, rows)}
         if not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank()):
             self._write(record)
         return record
 
-    def _targets(self) -> list[Owned]:
-        targets = [owned for owned in parameters(self.model) if owned.clustered is not None]
+    def _targets(self) -> list[tuple[Owned, Clustered]]:
+        targets = clustered_parameters(self.model)
         if not targets:
             raise ValueError("the model has no clustered tensor to watch: call dkm.compress_(model, plan, ...) first")
         return targets
@@ -118,14 +119,14 @@ class monitor:
                         self.writer.add_scalar(f"dkm/{name}/{key}", value, step)
 
 
-def _summary(targets: list[Owned], rows: list[list[float]]) -> dict[str, Any]:
-    """What `_measure` gave for each tensor -> the numbers of a record."""
-    tensors = {}
+def _summary(targets: list[tuple[Owned, Clustered]], rows: list[list[float]]) -> dict[str, Any]:
+    """From what `_measure` gave for each tensor to the numbers of a record."""
+    tensors: dict[str, dict[str, Any]] = {}
     squares, norms, changes, vectors = 0.0, 0.0, 0.0, 0
-    for owned, (iterations, tau, square, norm, changed, dead, entropy) in zip(targets, rows, strict=True):
-        bits, dim = owned.clustered.bits, owned.clustered.dim
-        n = -(-owned.tensor.numel() // dim)
-        tensors[owned.names[0]] = dict(
+    for (owned, clustered), row in zip(targets, rows, strict=True):
+        iterations, tau, square, norm, changed, dead, entropy = row
+        bits, n = clustered.bits, -(-owned.tensor.numel() // clustered.dim)
+        tensors[owned.name] = dict(
             iterations=int(iterations),
             tau=_finite(tau),
             gap=_gap(square, norm),

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..foundation import jsonl
 
@@ -100,7 +100,7 @@ def _finished(log: str | os.PathLike | None) -> dict[float, float]:
     return finished
 
 
-def _number(score: object, tau: float) -> float:
+def _number(score: Any, tau: float) -> float:
     try:
         value = float(score)
     except (TypeError, ValueError):

@@ -50,9 +50,7 @@ def _price_of_the_budget(sizes: Options, costs: Options, budget: int) -> tuple[f
     return low, high
 
 
-def _search(
-    sizes: Options, costs: Options, budget: int, prices: tuple[float, float], upper: float
-) -> list[int] | None:
+def _search(sizes: Options, costs: Options, budget: int, prices: tuple[float, float], upper: float) -> list[int] | None:
     """The choice of least cost, if it costs at most `upper`."""
     least = np.cumsum([0, *(s.min() for s in reversed(sizes))])[::-1]  # what the items from t on take at least
     allowed = upper + 1e-12 * sum(np.abs(c).max() for c in costs)

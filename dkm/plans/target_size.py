@@ -219,9 +219,7 @@ def _choose(bench: _Bench, choices: list[list[Candidate]], budget: int) -> list[
     return picked
 
 
-def _improved(
-    bench: _Bench, choices: list[list[Candidate]], picked: list[int], budget: int, rounds: int
-) -> list[int]:
+def _improved(bench: _Bench, choices: list[list[Candidate]], picked: list[int], budget: int, rounds: int) -> list[int]:
     """A choice made better by measuring it as a whole: step 4 above."""
     for _ in range(rounds):
         whole: Combination = [options[at] for options, at in zip(choices, picked, strict=True)]

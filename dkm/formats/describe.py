@@ -1,0 +1,108 @@
+"""A compressed model as plain data: what every file format and every export starts from.
+
+`describe(model)` takes the model apart, tensor by tensor: codes and centroids of what is clustered, values of what is
+not, and the names that share a tensor.  Writers know nothing of modules.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from ..clustering.precision import check_dtype, rounded, stored_dtype
+from ..foundation.errors import FileError
+from ..modelling.clustered import Clustered
+from ..modelling.dtensors import is_first, reshard, whole
+from ..modelling.parameters import Owned, clusterings, parameters, unwrapped
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A clustered tensor: the values are `centroids[codes]`, flattened and cut to its number of elements."""
+
+    bits: int
+    dim: int
+    codes: Tensor  # (n,) int64, in [0, 2^bits)
+    centroids: Tensor  # (2^bits, dim), 16 bit
+
+
+@dataclass(frozen=True)
+class Described:
+    """One tensor of a model, under the name it has in the plain model's state_dict."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # the model's own; a file may hold the values in fewer bits
+    content: Codes | Tensor
+    aliases: tuple[str, ...] = ()  # other names of the same tensor
+
+
+@torch.no_grad()
+def describe(model: nn.Module, dtype: torch.dtype = torch.float16) -> Iterator[Described]:
+    """The tensors of a compressed model, one at a time: memory is bounded by the largest of them.
+
+    Parameters that are not clustered are rounded to `dtype`; buffers keep their own.  The model is checked first, so an
+    error comes before the first tensor.  For a model that `fully_shard` has split, all ranks iterate to the end, and
+    only the first one gets any tensors.
+    """
+    check_dtype(dtype)
+    model = unwrapped(model)
+    writes = is_first(reshard(model))
+    walk = parameters(model)
+    if all(owned.clustered is None for owned in walk):
+        raise FileError("the model has no clustered tensor: call dkm.compress_(model, plan, ...) first")
+    buffers = _other_state(model, {name for owned in walk for name in owned.names})
+    return _each(walk, buffers, dtype, writes)
+
+
+@torch.no_grad()
+def _each(walk: list[Owned], buffers: dict[str, Tensor], dtype: torch.dtype, writes: bool) -> Iterator[Described]:
+    for owned in walk:
+        weight, clustered = whole(owned.tensor), owned.clustered
+        # on every rank: if only one raised, the others would wait for it in the next collective
+        _check_finite(owned.name, weight, clustered)
+        if writes:
+            content = rounded(weight, dtype) if clustered is None else _codes(clustered, weight)
+            yield Described(owned.name, tuple(weight.shape), weight.dtype, content, owned.aliases)
+    for name, tensor in buffers.items():
+        value = whole(tensor)
+        if writes:
+            yield Described(name, tuple(value.shape), value.dtype, value.detach())
+
+
+def _codes(clustered: Clustered, weight: Tensor) -> Codes:
+    C, codes = clustered.codes(weight)
+    return Codes(clustered.bits, clustered.dim, codes, C)
+
+
+def _check_finite(name: str, weight: Tensor, clustered: Clustered | None) -> None:
+    tensors = [weight] if clustered is None else [weight, clustered.C.to(stored_dtype(weight.dtype))]
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise FileError(f"{name} holds NaN, infinite or too large values: the training diverged; nothing was written")
+
+
+def _other_state(model: nn.Module, known: set[str]) -> dict[str, Tensor]:
+    """The state that is neither a parameter nor ours: buffers."""
+    other = {}
+    is_ours = _ours(model)
+    for name, tensor in model.state_dict().items():
+        plain = name.replace("parametrizations.", "").removesuffix(".original")
+        if name in known or plain in known or is_ours(name):
+            continue
+        if not isinstance(tensor, Tensor):
+            raise FileError(f"{name} in the model's state is a {type(tensor).__name__}: only tensors can be saved")
+        if tensor.dtype not in safetensors.torch._SIZE:
+            raise FileError(
+                f"{name} is {tensor.dtype}, which safetensors cannot hold: convert it or make it not persistent"
+            )
+        other[name] = tensor
+    return other
+
+
+def _ours(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a name in the state_dict belongs to one of our parametrizations."""
+    found = set(clusterings(model))
+    prefixes = tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if module in found)
+    return lambda name: name.startswith(prefixes)

@@ -89,8 +89,9 @@ def _kmeans_1d(values: np.ndarray, k: int) -> np.ndarray:
     x, counts = np.unique(values, return_counts=True)
     if len(x) <= k:
         return np.sort(np.resize(x, k))
-    # Where values are dense the best centroids are dense too, in proportion to the cube root of the density.  So a gap g
-    # between neighbouring values deserves a share of the bins in proportion to g^(2/3), but not more than one centroid.
+    # Where values are dense the best centroids are dense too, in proportion to the cube root of the density.  So a
+    # gap g between neighbouring values deserves a share of the bins in proportion to g^(2/3), but never more than the
+    # share of one centroid.
     share = np.cbrt(np.diff(x)) ** 2
     for _ in range(3):
         share = np.minimum(share, share.sum() / k)

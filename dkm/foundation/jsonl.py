@@ -1,4 +1,4 @@
-"""JSON lines: a record a line, and a file that a crash leaves readable."""
+"""JSON lines: one record per line, in a file that a crash leaves readable."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def append(path: str | os.PathLike, record: dict[str, Any]) -> None:
-    """Add a record, after what `read` reads; makes the file and its folder.  It is in the file on return."""
+    """Add a record after those that `read` reads.  Makes the file and its folder if there are none."""
     path = Path(path)
     line = json.dumps(record, allow_nan=False).encode() + b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def keep(path: str | os.PathLike, count: int) -> None:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The finished lines, ends included."""
+    """The finished lines, with their line ends."""
     return (
         [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")] if path.exists() else []
     )

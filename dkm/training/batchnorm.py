@@ -1,4 +1,4 @@
-"""Running statistics of the network that ships: batch norm's own belong to the soft weights of training."""
+"""Batch norm's running statistics for the network that ships: those of training belong to the soft weights."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,7 @@
 """A whole training step as one CUDA graph.
 
-A compressed network launches a few kernels more for each weight than a plain one, and Python takes longer over that
-than the GPU.  A graph is launched as a whole: what is left is the GPU's own time.
+A compressed network launches a few more kernels per weight than a plain one, and Python needs longer to launch them
+than the GPU to run them.  A graph is launched as a whole, so that only the GPU's own time is left.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class capture:
-    """The same step, from the call after `warm_up` on as a CUDA graph.
+    """The same step as a CUDA graph, after `warm_up` ordinary calls.
 
         def step(x, y):
             optimizer.zero_grad()
@@ -24,14 +24,15 @@ class capture:
 
         step = dkm.capture(step, optimizer)
 
-    Every call is a training step, those of the warm-up too.  What is returned is overwritten by the next call.
-    Learning rates become tensors, so that schedulers reach the graph.  Where the inputs are not on a GPU, the step is
+    Every call is a training step, also during the warm-up.  What a call returns is overwritten by the next one.
+    Learning rates become tensors, so that schedulers reach the graph.  If the inputs are not on a GPU, the step is
     just called.
 
-    As in any CUDA graph: the inputs are tensors and always of the same shapes, nothing in the step may wait for the GPU
-    (`loss.item()`, a `GradScaler`), numbers are what they were when it was captured, and the gradients belong to it.
+    The rules of any CUDA graph apply: the inputs are tensors and always of the same shapes; nothing in the step may wait
+    for the GPU (`loss.item()`, a `GradScaler`); Python numbers keep the values that they had when the step was captured;
+    the gradients belong to the graph.
 
-    `captured` says whether the graph is there, `capturing` whether an error came from making it.
+    `captured` says whether the graph exists, and `capturing`, after an error, whether it came from making the graph.
     """
 
     def __init__(self, step: Callable[..., Any], *optimizers: torch.optim.Optimizer, warm_up: int = 5):
@@ -53,7 +54,8 @@ class capture:
             self.stream = torch.cuda.Stream(inputs[0].device)
         self.calls += 1
         if self.calls <= self.warm_up:
-            # on a stream of its own, as PyTorch asks for: it leaves optimizer states, workspaces and compiled kernels
+            # On a stream of its own, as PyTorch asks for.  The warm-up makes optimizer states, workspaces and compiled
+            # kernels, none of which may be made during the capture.
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 result = self.step(*inputs)
@@ -76,11 +78,11 @@ class capture:
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         self.graph = torch.cuda.CUDAGraph()
         try:
-            # thread_local: a DataLoader's thread may pin memory meanwhile
+            # thread_local: a DataLoader's thread may pin memory during the capture
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.result = tree_map_only(Tensor, Tensor.detach, self.step(*self.inputs))
         except BaseException:
-            # random numbers would be drawn for the graph that there is not, for ever
+            # Without this the generator would go on drawing random numbers for a graph that does not exist.
             generator = torch.cuda.default_generators[self.inputs[0].device.index]
             fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
             generator.graphsafe_set_state(fresh.graphsafe_get_state())
@@ -93,7 +95,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def _prepare(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Numbers that change become tensors on the GPU: a graph would keep them as they are."""
+    """Turn numbers that change, such as learning rates, into tensors on the GPU: a graph would keep the old values."""
     if type(optimizer) is torch.optim.SGD and not all(group["fused"] for group in optimizer.param_groups):
         raise ValueError("a captured step needs SGD(..., fused=True): the other forms wait for the GPU")
     for state in optimizer.state.values():

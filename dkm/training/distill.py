@@ -53,11 +53,11 @@ def _logits(output: Any, whose: str) -> Tensor:
 def divergence(
     model: nn.Module, batches: Iterable[Any], *, forward: Callable[[nn.Module, Any], Any] | None = None
 ) -> Callable[[nn.Module], Tensor]:
-    """A `loss` for `dkm.plan(model, size=..., loss=...)` that needs no labels: how far the outputs move.
+    """A `loss` for `dkm.plan(model, size=..., loss=...)` that needs no labels: how far the model's answers move.
 
-    The Kullback-Leibler divergence from what the model answers now, averaged over the batches.  A batch is what
-    `recalibrate_` takes; the answer is logits, or has `.logits`.  Batch norm uses the statistics of each batch: they
-    are re-estimated after compression, and the old ones would make it look worse than it is.
+    It is the Kullback-Leibler divergence from what the model answers now, averaged over the batches.  A batch is what
+    `recalibrate_` takes; an answer is logits, or has `.logits`.  Batch norm uses the statistics of each batch, because
+    they are re-estimated after compression, and with the old ones compression would look worse than it is.
     """
     batches = list(batches)
     if not batches:
@@ -72,7 +72,7 @@ def divergence(
             model.eval()
             for norm in norms:
                 norm.train()
-                norm.track_running_stats = False  # the batch's own statistics, and those kept are left alone
+                norm.track_running_stats = False  # use the batch's own statistics, and leave the running ones alone
             return [feed(model, batch, device) if forward is None else forward(model, batch) for batch in batches]
         finally:
             for norm in norms:

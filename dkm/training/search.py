@@ -12,7 +12,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Trial(NamedTuple):
-    """One evaluation.  The score of one that failed (NaN, infinite) is -inf."""
+    """One evaluation.  An evaluation that failed (NaN or infinite) has the score -inf."""
 
     tau: float
     score: float
@@ -69,8 +69,8 @@ def search_tau(
         trials.append(Trial(tau, finished[tau]))
         return finished[tau]
 
-    # The maximum is between `left` and `right`.  `inner`, in between, was evaluated; it is GOLDEN of the way from
-    # the end it is farther from, and the next point is GOLDEN of the way from the other end.
+    # The maximum is between `left` and `right`.  `inner` lies between them and was evaluated.  Its distance from the
+    # farther end is GOLDEN times the width, and the next point has that distance from the other end.
     left, right = math.log(low), math.log(high)
     inner = right - GOLDEN * (right - left)
     best = score(inner)
@@ -79,7 +79,7 @@ def search_tau(
         other = left + width if inner - left < right - inner else right - width
         value = score(other)
         (a, at_a), (b, at_b) = sorted([(inner, best), (other, value)])
-        # of equals the colder: for a score that rises and then falls, the maximum is between them
+        # Of equal scores the colder tau stays: a score that rises and then falls has its maximum between the two.
         left, right, inner, best = (left, b, a, at_a) if at_a >= at_b else (a, right, b, at_b)
     tau, top = max(trials, key=lambda trial: trial.score)
     if top == -math.inf:
@@ -91,7 +91,7 @@ def search_tau(
 
 
 def _finished(log: str | os.PathLike | None) -> dict[float, float]:
-    """tau -> score of the evaluations in the file."""
+    """The evaluations in the file, as a dict from tau to score."""
     finished = {}
     for record in () if log is None else jsonl.read(log):
         if "tau" not in record or "score" not in record:

@@ -28,6 +28,7 @@ from ..clustering.options import DKMOptions
 from ..clustering.vectors import compute_dtype
 from .clustered import Moment
 from .dtensors import is_sharded
+from .shard_layout import Layout
 
 # What FSDP2 calls on the local tensor to pad it, to pin it, to bring it to the device, and to put in its place.
 _KEPT = {"new_zeros", "narrow", "__getitem__", "to", "cpu", "pin_memory"}
@@ -62,80 +63,6 @@ class _Rows(Tensor):
         return None  # `out` shares the memory of the outputs: it is there already
 
 
-class Layout:
-    """Which of a sharded weight's vectors are whose.
-
-    Shards are consecutive rows, so consecutive values.  A vector belongs to the rank that holds its first value.
-    What it has on later ranks, fewer than `dim` values, is sent to that rank, and its results are sent back.
-    """
-
-    def __init__(self, parameter: Any, dim: int):
-        from torch.distributed.tensor import Shard
-
-        split = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-        if len(split) > 1 or any(type(p) is not Shard or p.dim for p in (parameter.placements[i] for i in split)):
-            raise NotImplementedError(
-                f"a clustered weight can be sharded along its rows only, got {parameter.placements}: leave it out of "
-                "tensor parallelism and of shard_placement_fn"
-            )
-        mesh = parameter.device_mesh
-        self.dim = dim
-        self.group = mesh.get_group(split[0]) if split and mesh.size(split[0]) > 1 else None
-        self.ranks = mesh.size(split[0]) if self.group else 1
-        self.rank = mesh.get_local_rank(split[0]) if self.group else 0
-        self.chunk = -(-parameter.shape[0] // self.ranks)
-        N, width = parameter.numel(), parameter.numel() // parameter.shape[0]
-        self.bounds = [min(rank * self.chunk * width, N) for rank in range(self.ranks + 1)]
-        first, last = self.bounds[self.rank : self.rank + 2]
-        begin = min(-(-first // dim) * dim, last)
-        end = min(-(-last // dim) * dim, N) if begin < last else last
-        self.head, self.tail = begin - first, end - last  # values of an earlier rank's vector; values of our last one
-        self.straddled = any(bound % dim for bound in self.bounds if bound < N)
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Adds up a tensor over the ranks."""
-        if self.group is not None:
-            tensor = tensor.contiguous()
-            torch.distributed.all_reduce(tensor, group=self.group)
-        return tensor
-
-    def vectors(self, values: Tensor) -> Tensor:
-        """The values of this rank's rows, flat -> those of its vectors, flat."""
-        if not self.straddled:
-            return values
-        heads = self._exchange(values[: self.dim - 1])
-        sizes = [last - first for first, last in zip(self.bounds, self.bounds[1:], strict=False)]
-        later = [heads[rank, : sizes[rank]] for rank in range(self.rank + 1, self.ranks)]
-        return torch.cat([values[self.head :], *later])[: len(values) - self.head + self.tail]
-
-    def rows(self, values: Tensor) -> Tensor:
-        """The inverse of `vectors`."""
-        if not self.straddled:
-            return values
-        own = len(values) - self.tail
-        tails = self._exchange(values[own:])
-        first = self.bounds[self.rank]
-        owner = max(rank for rank in range(self.ranks) if self.bounds[rank] <= first // self.dim * self.dim)
-        behind = first - self.bounds[owner + 1] if self.head else 0
-        return torch.cat([tails[owner, behind : behind + self.head], values[:own]])
-
-    def _exchange(self, values: Tensor) -> Tensor:
-        """Up to `dim - 1` values of each rank -> `(ranks, dim - 1)`, the same on all of them."""
-        mine = values.new_zeros(self.dim - 1)
-        mine[: len(values)] = values
-        everyone = values.new_empty(self.ranks * (self.dim - 1))
-        torch.distributed.all_gather_into_tensor(everyone, mine, group=self.group)
-        return everyone.view(self.ranks, self.dim - 1)
-
-    def padded(self, rows: Tensor) -> Tensor:
-        """As many rows as the first rank has: all ranks gather equally many."""
-        if len(rows) == self.chunk:
-            return rows
-        result = rows.new_zeros(self.chunk, *rows.shape[1:])
-        result[: len(rows)] = rows
-        return result
-
-
 class Shardable(Protocol):
     """What `Sharded` needs of the clustered weight that it works for."""
 
@@ -162,10 +89,10 @@ class Sharded:
     """A clustered weight that is sharded: what this rank keeps for it, besides the clustering's own state.
 
     parameter   the DTensor
-    gathered    what FSDP2 has gathered last: None for W~, else which centroids the weight was snapped to
+    gathered    what FSDP2 gathered last: None for W~, otherwise which centroids the weight was snapped to
     graph       whether the last graph was built on W~
     last        what the gradient needs of the last clustering
-    aside       the gradient so far, while a new contribution is still one of W~ and not of W; see `convert`
+    aside       the gradient of W so far, while `.grad` holds a gradient of W~; see `convert`
     """
 
     def __init__(self, clustered: Shardable):
@@ -186,7 +113,7 @@ class Sharded:
             self.parameter, self.layout = parameter, Layout(parameter, self.clustered.dim)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """This rank's rows of the weight -> those that FSDP2 shall gather."""
+        """From this rank's rows of the weight to the rows that FSDP2 shall gather."""
         wanted = self.clustered.training and self.parameter.requires_grad
         soft = self.graph if _in_backward() else wanted
         values = self.values(rows, soft)
@@ -194,18 +121,18 @@ class Sharded:
         return values
 
     def centroids(self) -> tuple[int, int]:
-        """Another pair when they have changed."""
+        """Which centroids these are: another pair of numbers whenever they have changed."""
         return id(self.clustered.C), self.clustered.C._version
 
     @torch.no_grad()
     def values(self, rows: Tensor, soft: bool) -> Tensor:
-        """This rank's rows of the weight -> of W~, or of the snapped weight."""
+        """From this rank's rows of the weight to its rows of W~, or of the snapped weight."""
         vectors = self.layout.vectors(rows.reshape(-1))
         vectors = self.cluster(rows, vectors) if soft else self.clustered.snapped(vectors)
         return self.layout.rows(vectors).view(rows.shape)
 
     def cluster(self, rows: Tensor, vectors: Tensor) -> Tensor:
-        """The clustering of the whole weight, of which this rank computes its vectors."""
+        """Cluster the whole weight together with the other ranks; returns W~ of this rank's vectors."""
         clustered = self.clustered
         if is_sharded(multiple := getattr(clustered, "log_multiple", None)):
             self.multiple = multiple
@@ -246,28 +173,29 @@ class Sharded:
         )
 
     def _hook(self) -> None:
-        # Now, not in `adopt`: a frozen weight takes no hooks.  They are looked for, as model.to(...) may drop them.
+        # Not in `adopt`, because a frozen weight takes no hooks.  model.to(...) may drop them: look before registering.
         if self.convert not in (self.parameter._post_accumulate_grad_hooks or {}).values():
             self.parameter.register_post_accumulate_grad_hook(self.convert)
         if self._announce not in (self.parameter._backward_hooks or {}).values():
             self.parameter.register_hook(self._announce)
 
-    # A gradient of W~ arrives in `.grad`, which may hold gradients of W from before: the two must not be added up.
-    # So what is there is set aside first, when the backward pass reaches the weight, and added to the new
-    # contribution when that has gone through the clustering.  A penalty on the parameters themselves arrives in
-    # `.grad` too, by autograd and not by FSDP2, and is a gradient of W already.
+    # FSDP2 puts a gradient of W~ into `.grad`, which may hold a gradient of W from before: the two must not be added
+    # up.  So when the backward pass reaches the weight, what `.grad` holds is set aside; it is added again to the new
+    # gradient when that has gone through the clustering.  The gradient of a penalty on the parameter itself arrives in
+    # `.grad` too, by autograd and not by FSDP2.  It is a gradient of W already; `_announce` tells the two apart.
 
     def _announce(self, grad: Tensor) -> None:
         self.penalty = True
 
     def set_gradient_aside(self) -> None:
+        """The backward pass has reached the weight: keep the gradient of W apart from the one that comes."""
         self.penalty = False  # torch.autograd.grad announces too, and then accumulates nothing
         if not self.set_aside:
             self.set_aside, self.aside, self.parameter.grad = True, self.parameter.grad, None
 
     @torch.no_grad()
     def convert(self, parameter: Any) -> None:
-        """The gradient of W~ in `.grad` -> the gradient of W, on top of what was set aside."""
+        """Turn the gradient of W~ in `.grad` into the gradient of W, and add what was set aside."""
         if self.penalty:
             self.penalty = False
             if self.set_aside:
@@ -284,7 +212,7 @@ class Sharded:
         self.set_aside, self.aside = False, None
 
     def through_clustering(self, rows: Tensor) -> Tensor:
-        """This rank's rows of the gradient of W~ -> of the gradient of W."""
+        """From this rank's rows of the gradient of W~ to its rows of the gradient of W."""
         options, (trace, tau, W_tilde) = self.clustered.options, self.last
         G, W = (
             self.layout.vectors(values.to(trace.trail.device).reshape(-1))
@@ -297,7 +225,7 @@ class Sharded:
         return self.layout.rows(gradients.dW).view(rows.shape)
 
     def _add_to_multiple(self, G: Tensor, W_tilde: Tensor, W: Tensor, gradients: Gradients) -> None:
-        """The gradient of a learned temperature, which FSDP2 has sharded as well: one rank has its one element."""
+        """Add to the gradient of a learned temperature.  FSDP2 has sharded it as well: one rank has its one element."""
         if self.multiple is None or not self.multiple.requires_grad:
             return
         trace, tau, _ = self.last
@@ -310,7 +238,7 @@ class Sharded:
 
 
 class _Through(torch.autograd.Function):
-    """W~ as it was gathered; its gradient is that of FSDP2's parameter, and is announced to the shard."""
+    """W~ as it was gathered.  Its gradient goes on to FSDP2's parameter, and `Sharded` is told that it comes."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, values: Tensor, sharded: Sharded) -> Tensor:

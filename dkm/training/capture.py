@@ -28,9 +28,9 @@ class capture:
     Learning rates become tensors, so that schedulers reach the graph.  If the inputs are not on a GPU, the step is
     just called.
 
-    The rules of any CUDA graph apply: the inputs are tensors and always of the same shapes; nothing in the step may wait
-    for the GPU (`loss.item()`, a `GradScaler`); Python numbers keep the values that they had when the step was captured;
-    the gradients belong to the graph.
+    The rules of any CUDA graph apply: the inputs are tensors and always of the same shapes; nothing in the step may
+    wait for the GPU (`loss.item()`, a `GradScaler`); Python numbers keep the values that they had when the step was
+    captured; the gradients belong to the graph.
 
     `captured` says whether the graph exists, and `capturing`, after an error, whether it came from making the graph.
     """

@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages and files of the repository that are not in docs/ become a part of the site.
 
-In the repository, README.md links to `docs/plan.md`, and docs/plan.md links to `../README.md`.  On the site all pages are
-side by side.  So the hooks add the files under their own names and adapt the links.
+In the repository, README.md links to `docs/plan.md`, and docs/plan.md links to `../README.md`.  On the site all pages
+are side by side.  So the hooks add the files under their own names and adapt the links.
 """
 
 import re

@@ -24,6 +24,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Adapt the links to the one folder of the site."""
+    """Adapt the links to the one folder of the site, and leave out comments, which hold set-up for the tests."""
+    markdown = re.sub(r"<!--.*?-->", "", markdown, flags=re.DOTALL)
     above = "docs/" if page.file.src_uri in PAGES else "../"
     return re.sub(rf"(\]\(){re.escape(above)}", r"\1", markdown)

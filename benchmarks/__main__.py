@@ -1,4 +1,4 @@
-"""Arguments -> tables; see the package's docstring."""
+"""From the arguments of the command line to tables; see the docstring of the package."""
 
 import argparse
 import json
@@ -43,7 +43,7 @@ def main() -> None:
         options = dict(limit=arguments.patience) if name == "init" else {}
         numbers[name] = rows = SECTIONS[name].run(arguments.device, arguments.quick, **options)
         print(f"\n{SECTIONS[name].text(rows)}", flush=True)
-        if arguments.json:  # after every section: a long run that is interrupted keeps what it has
+        if arguments.json:  # after every section, so that an interrupted run keeps its results
             arguments.json.write_text(json.dumps(numbers, indent=1) + "\n")
 
 

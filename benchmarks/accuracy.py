@@ -9,7 +9,7 @@ from .table import note, table
 
 ITERATIONS = 5
 SIZE, QUICK_SIZE = dict(cpu=192 * 192, cuda=768 * 768), 96 * 96  # the attention in float64 must fit the memory
-DRAWS = 3  # of weights, centroids and gradients: with few vectors a centroid, a single one says little
+DRAWS = 3  # of weights, centroids and gradients: with few vectors per centroid, one draw says little
 
 
 def run(device: str, quick: bool) -> list[dict]:

@@ -1,7 +1,7 @@
 """The contenders: each takes a Layer and returns its training step, forward and backward, as a function.
 
-A step starts from the same centroids every time, makes exactly `iterations` iterations, and returns W_tilde,
-the gradient of W, and the centroids that the next step would start from.
+A step starts from the same centroids every time, makes `iterations` iterations, and returns W_tilde, the gradient of
+W, and the centroids from which the next step would start.
 """
 
 import logging
@@ -36,7 +36,7 @@ def ours(layer: Layer, iterations: int, impl: str = "auto") -> Step:
     def step() -> Result:
         found = dkm.cluster(W, layer.C, tau=layer.tau, eps=0, max_iter=iterations, impl=impl)
         (dW,) = torch.autograd.grad(found.W_tilde, W, layer.G)
-        assert int(found.iterations) == iterations  # at the end: it waits for a GPU
+        assert int(found.iterations) == iterations  # at the end, because it waits for a GPU
         return Result(found.W_tilde.detach(), dW, found.C)
 
     return step
@@ -58,7 +58,7 @@ def unrolled(layer: Layer, iterations: int) -> Step:
 
 
 def tuned(layer: Layer, iterations: int) -> Step:
-    """As `unrolled`, with as few passes over A as we found autograd to allow.
+    """Like `unrolled`, with as few passes over A as autograd allows, as far as we know.
 
     1/tau is folded into the centroids, A^T W and A^T 1 are one product, and for few centroids A is (k, n) in
     memory.
@@ -107,18 +107,18 @@ def _autograd_step(layer: Layer, cluster: Callable[[Tensor, Tensor, float], tupl
 
 
 class Unavailable(Exception):
-    """coremltools cannot do this; the message says why, in few words."""
+    """Raised where coremltools cannot do what is measured.  The message gives the reason in a few words."""
 
 
 def coremltools(layer: Layer, iterations: int) -> Step:
-    """coremltools's DKM palettizer on an nn.Linear of the same weights: its fake-palettize module alone.
+    """The DKM palettizer of coremltools on an nn.Linear with the same weights: its fake-palettize module alone.
 
     `weight_fake_quant(weight)` is what the prepared layer's forward pass calls before its matrix product.
-    The options are its defaults but for those that state the problem: bits, dim, tau, the number of
-    iterations, an epsilon that no change of inertia falls below, and no pruning.
+    Its options have their defaults, except those that define the problem: bits, dim, tau, the number of iterations, an
+    epsilon so small that it never stops early, and no pruning.
 
-    Two things remain that are its own: W_tilde = A C with the *updated* C (so the gradient passes through
-    one more update), and attention clamped to at least 1e-7 (without the clamp its centroids are ours).
+    It still differs from dkm in two ways: W_tilde = A C uses the *updated* C, so the gradient passes through one more
+    update; and its attention is clamped to at least 1e-7.  Without the clamp its centroids are those of dkm.
     """
     options = dict(kmeans_max_iter=iterations, palett_epsilon=-1.0, palett_tau=layer.tau, prune_threshold=0.0)
     fake, weight = _palettizer(layer.W, layer.bits, layer.dim, **options)
@@ -139,7 +139,7 @@ def coremltools(layer: Layer, iterations: int) -> Step:
 
 
 def coremltools_init(W: Tensor, bits: int, dim: int, init: str = "auto") -> Callable[[], Tensor]:
-    """The k-means with which coremltools starts: what the first forward pass does before it clusters."""
+    """The k-means that coremltools starts with, in its first forward pass, before it clusters."""
     fake, weight = _palettizer(W, bits, dim, kmeans_init=init)
 
     def start() -> Tensor:
@@ -159,7 +159,7 @@ def has_coremltools() -> bool:
 
 
 def _import_coremltools():
-    """Its palettization package, without the warnings that it was tested with other versions of everything."""
+    """The palettization package of coremltools, imported without its warnings about untested versions."""
     logging.getLogger("coremltools").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -168,7 +168,7 @@ def _import_coremltools():
 
 
 def _palettizer(W: Tensor, bits: int, dim: int, **options) -> tuple[nn.Module, nn.Parameter]:
-    """The FakePalettize module that coremltools puts in an nn.Linear with these weights, and its parameter."""
+    """The FakePalettize module that coremltools puts into an nn.Linear with these weights, and its parameter."""
     palettization = _import_coremltools()
     linear = nn.Linear(*_as_weight(W).shape, bias=False, device=W.device)
     with torch.no_grad():
@@ -186,9 +186,9 @@ def _palettizer(W: Tensor, bits: int, dim: int, **options) -> tuple[nn.Module, n
 
 
 def _as_weight(flat: Tensor) -> Tensor:
-    """`(N,)` as the square matrix whose vectors, as coremltools cuts them, are ours: it transposes first.
+    """`(N,)` as a square matrix, arranged such that coremltools cuts it into the same vectors as dkm.
 
-    For d = 1 the order does not matter.
+    coremltools transposes the matrix first.  For d = 1 the order does not matter.
     """
     side = math.isqrt(flat.numel())
     if side * side != flat.numel():
@@ -198,7 +198,7 @@ def _as_weight(flat: Tensor) -> Tensor:
 
 @contextmanager
 def _exactly(iterations: int) -> Iterator[None]:
-    """Raises Unavailable unless so many iterations are made inside: each computes its distances once."""
+    """Raise Unavailable unless the code inside makes this many iterations, which are counted by calls for distances."""
     from coremltools.optimize.torch.palettization import fake_palettize
 
     kmeans = fake_palettize._EfficientKMeans

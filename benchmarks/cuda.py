@@ -31,7 +31,7 @@ def run(device: str, quick: bool) -> list[dict]:
             row: dict = dict(kind="layer", size=size, bits=bits, dim=dim)
             layer = Layer.make(size, bits, dim, device)
             contenders = dict(ours=ours, unrolled=unrolled)
-            if size < 10**7:  # it takes seconds beyond
+            if size < 10**7:  # larger weights would take seconds
                 contenders["cdist"] = _cdist
             for name, contender in contenders.items():
                 row[name], row[f"{name}_bytes"] = _measure(lambda c=contender, x=layer: c(x, ITERATIONS))
@@ -53,7 +53,7 @@ def run(device: str, quick: bool) -> list[dict]:
 
 
 def _cdist(layer: Layer, iterations: int) -> Callable[[], Tensor]:
-    """The form most people would write first."""
+    """The clustering with torch.cdist, which is what most people would write first."""
     W = layer.W.view(-1, layer.dim).clone().requires_grad_()
 
     def step() -> Tensor:
@@ -68,7 +68,7 @@ def _cdist(layer: Layer, iterations: int) -> Callable[[], Tensor]:
 
 
 def _measure(make: Callable[[], Callable]) -> tuple[float | str, int | None]:
-    """Median seconds of a step, and the most bytes it holds beyond what it was given and what stays."""
+    """The median seconds of a step, and the most bytes that it holds beyond its inputs and what stays afterwards."""
     try:
         step = make()
         step()
@@ -97,9 +97,10 @@ def _seconds(step: Callable) -> float:
 def _training_step(
     name: str, plan: str | None, batch: int, device: str, how: str, settled: bool
 ) -> tuple[float, float | None]:
-    """Median seconds of forward, backward and SGD step, and the mean number of iterations of all clusterings.
+    """The median seconds of forward, backward and SGD step, and the mean number of iterations of all clusterings.
 
-    bf16 autocast, channels_last; eager, or captured in a graph.  As at the start of a training or, settled, late in it.
+    With bf16 autocast and channels_last; eager, or captured in a graph.  The model is as at the start of a training or,
+    with `settled`, as late in it.
     """
     import torchvision
 
@@ -109,8 +110,9 @@ def _training_step(
         dkm.compress_(model, plan, steps=1000)
     if settled:
         _settle(model)
-    # Rates this low: through five iterations at random weights gradients are large, and a training that diverges stops
-    # iterating.  Late, weights hardly move, and one iteration is enough, as in trainings that are not made up.
+    # The learning rates are this low because gradients through five iterations at random weights are large, and a
+    # training that diverges stops iterating.  Late in a training weights hardly move and one iteration is enough, as in
+    # real trainings.
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-7 if settled else 1e-5, momentum=0.9, fused=True)
     images = torch.randn(batch, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
     labels = torch.randint(1000, (batch,), device=device)
@@ -134,7 +136,7 @@ def _training_step(
 
 @torch.no_grad()
 def _settle(model: nn.Module) -> None:
-    """Late in a training: the temperature is at its end, and the centroids stay where they are."""
+    """Bring a model to a late point of a training: the temperature is at its end, and the centroids have settled."""
     for layer in model.modules():
         if nn.utils.parametrize.is_parametrized(layer, "weight"):
             (clustered,) = layer.parametrizations.weight
@@ -174,7 +176,7 @@ class _Block(nn.Module):
 
 
 def _stack(device: str, layers: int, bits: int = 3, tokens: int = 4096) -> dict:
-    """A stack of bf16 layers: all its weights clustered, forward and backward, and beside it the stack itself."""
+    """A stack of bf16 layers: the clustering of all its weights, forward and backward, and for comparison the stack."""
     torch.manual_seed(0)
     with torch.device(device):
         stack = nn.Sequential(*(_Block() for _ in range(layers))).bfloat16()

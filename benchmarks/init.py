@@ -11,7 +11,7 @@ from .contenders import Unavailable, coremltools_init, has_coremltools
 from .measure import OutOfMemory, OutOfPatience, available_memory, memory_limit, patience, seconds, weights
 from .table import digits, note, ratio, table
 
-# size, bits, dim, kmeans_init of coremltools
+# size, bits, dim, and coremltools' option kmeans_init
 CASES = [
     (384 * 384, 4, 1, "auto"),
     (384 * 384, 4, 1, "opt1d"),
@@ -22,7 +22,7 @@ QUICK_CASES = [(64 * 64, 4, 1, "auto"), (64 * 64, 4, 1, "opt1d"), (64 * 64, 6, 8
 
 
 def run(device: str, quick: bool, limit: float) -> list[dict]:
-    """`limit`: seconds after which a contender is stopped."""
+    """Measure every configuration; a contender is stopped after `limit` seconds."""
     rows = []
     for size, bits, dim, init in QUICK_CASES if quick else CASES:
         note(f"init {bits}/{dim}, {size:,} weights, coremltools's {init}")

@@ -24,25 +24,25 @@ from dkm.modelling.clustered import squared_error
 
 MIB, GIB = 1 << 20, 1 << 30
 
-# What it takes to know that the work on a device is done: a new device starts with an entry here.
+# How to wait until the work on a device is done.  A new device needs an entry here.
 DEVICES: dict[str, Callable[[], None]] = {"cpu": lambda: None, "cuda": torch.cuda.synchronize}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight of `size` values at bits/dim, and all that one training step of its clustering needs."""
+    """A weight of `size` values at bits/dim, and everything that one training step of its clustering needs."""
 
     bits: int
     dim: int
     W: Tensor  # (size,)
     C: Tensor  # (2**bits, dim)
-    G: Tensor  # (size,): the gradient that arrives at W_tilde
+    G: Tensor  # (size,): the gradient of W_tilde
     tau: float
 
     @classmethod
     def make(cls, size: int, bits: int, dim: int, device: str = "cpu", seed: int = 0) -> "Layer":
         W = weights(size, seed)
-        C = dkm.init_centroids(to_vectors(W[: 1 << 22], dim), 2**bits, seed=seed)  # of as many as it takes
+        C = dkm.init_centroids(to_vectors(W[: 1 << 22], dim), 2**bits, seed=seed)  # a part of the weights is enough
         tau = 2 * float(squared_error(to_vectors(W, dim), C))
         G = torch.randn(size, generator=torch.Generator().manual_seed(1000 + seed))
         return cls(bits, dim, W.to(device), C.to(device), G.to(device), tau)
@@ -78,12 +78,12 @@ def seconds(function: Callable[[], object], device: str) -> float:
     result = function()
     DEVICES[device]()
     elapsed = time.perf_counter() - start
-    del result  # to let go of it is not part of the work
+    del result  # freeing it is not part of the work
     return elapsed
 
 
 def alternate(functions: dict[str, Callable[[], object]], device: str, rounds: int, slow: float) -> dict[str, float]:
-    """Median seconds of each function, run in turns; one that takes over `slow` seconds is run twice only.
+    """The median seconds of each function.  They run in turns; one that takes more than `slow` seconds runs only twice.
 
     The caller has warmed them up.
     """
@@ -101,7 +101,7 @@ class OutOfPatience(Exception):
 
 @contextmanager
 def patience(limit: float) -> Iterator[None]:
-    """Raises OutOfPatience in the code inside after `limit` seconds (between two of its Python statements)."""
+    """Raise OutOfPatience in the code inside after `limit` seconds, between two of its Python statements."""
 
     def stop(*_):
         raise OutOfPatience
@@ -119,7 +119,7 @@ def patience(limit: float) -> Iterator[None]:
 
 
 def available_memory() -> int | None:
-    """Bytes that can be had without pushing anyone out, or None where the system does not say."""
+    """The bytes that are available without swapping, or None where the system does not say."""
     try:
         return _kilobytes("/proc/meminfo", "MemAvailable")
     except OSError:
@@ -132,9 +132,9 @@ class OutOfMemory(Exception):
 
 @contextmanager
 def memory_limit(extra: int | None) -> Iterator[None]:
-    """Raises OutOfMemory where the code inside asks for over `extra` bytes more than there are now.
+    """Raise OutOfMemory where the code inside allocates more than `extra` bytes on top of what is in use now.
 
-    Without a limit the kernel would end the process, or somebody else's.
+    Without a limit the kernel would end this process or another one.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
@@ -153,16 +153,16 @@ def memory_limit(extra: int | None) -> Iterator[None]:
 
 
 def peak_extra(function: Callable[[], object]) -> tuple[int, int, str]:
-    """Runs it: (bytes of resident memory at its peak beyond those before, those before, how it was measured).
+    """Run the function, and return the peak resident bytes beyond those before, those before, and how it was measured.
 
-    What the allocator loses between blocks counts: with blocks of a few MiB that is much, and not the same
-    every time.  From 32 MiB on each block is the system's own, and the peak is exact.
+    What the allocator wastes between blocks is counted.  With blocks of a few MiB this is much, and it varies from run
+    to run.  From 32 MiB on, each block comes from the system directly, and the peak is accurate.
     """
     gc.collect()
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory that the process still holds would hide what is used
+        ctypes.CDLL(None).malloc_trim(0)  # memory that is freed but still held would hide new allocations
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         how = "VmHWM, reset"
     except OSError:
         how = "peak since the process started"
@@ -174,7 +174,7 @@ def peak_extra(function: Callable[[], object]) -> tuple[int, int, str]:
 
 
 def _peak() -> int:
-    """Bytes.  VmHWM is of this process alone; ru_maxrss may start at the peak of the process that started it."""
+    """The peak in bytes.  VmHWM is that of this process alone; ru_maxrss may start at the parent's peak."""
     try:
         return _kilobytes("/proc/self/status", "VmHWM")
     except OSError:
@@ -183,7 +183,7 @@ def _peak() -> int:
 
 
 def _kilobytes(path: str, key: str) -> int:
-    """Bytes, from a line `key:  123 kB`."""
+    """The number of bytes in a line `key:  123 kB`."""
     for line in Path(path).read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
@@ -214,7 +214,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """The model's name; with family and model number, which tell more where a virtual machine hides the name."""
+    """The processor's name, with family and model number, which say more where a virtual machine hides the name."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Peak resident memory of forward + backward of one layer, each in a process of its own.
+"""Peak resident memory of the forward and backward pass of one layer.  Each is measured in a process of its own.
 
 That process is this module: `python -m benchmarks.memory ours 8 8 8388608 5 12884901888 2` prints JSON.
 """
@@ -23,7 +23,7 @@ WARM_UP = 300  # weights
 
 
 def bound(size: int) -> int:
-    """The bytes that we promise not to exceed."""
+    """The bytes that the library promises not to exceed."""
     return 3 * 4 * size + 32 * MIB
 
 
@@ -68,7 +68,7 @@ def _child(name: str, bits: int, dim: int, size: int, iterations: int, limit: in
             extra, before, how = peak_extra(step)
     except OutOfMemory:
         return dict(failed=f"over {limit / GIB:.0f} GiB")
-    # The weight, its copy with gradient and G are there before, and so is Python with torch.
+    # The weight, its copy with gradient, G, and Python with torch are already in memory and do not count.
     assert 3 * 4 * size < before < 3 * 4 * size + 4 * GIB, f"the process had {before / MIB:,.0f} MiB before it began"
     return dict(extra=extra, before=before, how=how)
 

@@ -1,9 +1,10 @@
-"""What `dkm.monitor` costs: a record, against a training step.
+"""What `dkm.monitor` costs: the time of a record compared with that of a training step.
 
-    python -m benchmarks.monitor                  on the CPU, with as many threads as PyTorch likes
+    python -m benchmarks.monitor                  on the CPU, with PyTorch's number of threads
     python -m benchmarks.monitor --device cuda
 
-"overhead" is what a training loop that calls `monitor.record(step)` at every step pays at the default of `every`.
+"overhead" is the extra time of a training loop that calls `monitor.record(step)` at every step, with the
+default `every`.
 """
 
 import argparse
@@ -21,12 +22,12 @@ from .table import note, table
 
 
 def mobilenet_v2() -> nn.Module:
-    from torchvision.models import mobilenet_v2  # here: the first row does not need it
+    from torchvision.models import mobilenet_v2  # imported here, because the first row does not need it
 
     return mobilenet_v2()
 
 
-# name: the network, a plan, and images a step: small ones, so that a step is short
+# name: the network, a plan, and the images of a step; these are small, so that a step is short
 CASES: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...]]] = {
     "ResNet-20, 128 x 32 x 32": (ResNet, "layer*:2/1", (128, 3, 32, 32)),
     "ResNet-20, 128 x 32 x 32, 4/4": (ResNet, "layer*:4/4", (128, 3, 32, 32)),
@@ -35,7 +36,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...]]] = {
 
 
 def measure(build: Callable[[], nn.Module], plan: str, shape: tuple[int, ...], device: str, rounds: int) -> dict:
-    """Seconds of a training step, of one that records, and of a call that does not."""
+    """Seconds of a training step, of a call that records, and of a call that does not record."""
     torch.manual_seed(0)
     model = build().to(device)
     dkm.compress_(model, plan, steps=1000, init="random")

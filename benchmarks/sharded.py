@@ -1,7 +1,7 @@
 """Peak memory of clustering a weight that fully_shard has split, on 1, 2 and 4 processes of this machine's CPU.
 
-python -m benchmarks.sharded            a layer of 8,388,608 weights (some minutes)
-python -m benchmarks.sharded --quick    a smoke test on a small one
+python -m benchmarks.sharded            a layer of 8,388,608 weights (takes some minutes)
+python -m benchmarks.sharded --quick    a smoke test on a small layer
 """
 
 import json
@@ -20,7 +20,7 @@ from .measure import MIB, peak_extra
 from .table import note, table
 
 RANKS = (1, 2, 4)
-CONFIGURATIONS = ((8, 1), (4, 4), (8, 8), (8, 3))  # of the last, vectors straddle the shards
+CONFIGURATIONS = ((8, 1), (4, 4), (8, 8), (8, 3))  # at 8/3 vectors straddle the shards
 QUICK_CONFIGURATIONS = ((4, 3),)
 SIZE, QUICK_SIZE = 4096, 128
 
@@ -55,7 +55,7 @@ def _launch(ranks: int, bits: int, dim: int, size: int) -> list[int]:
 
 
 def _child(bits: int, dim: int, size: int) -> list[int]:
-    """Forward and backward of one process; the largest of all."""
+    """The memory of the forward and the backward pass: the largest of all processes."""
     dist.init_process_group("gloo")
     _measure(bits, dim, 64)  # loads libraries
     numbers = torch.tensor(_measure(bits, dim, size))

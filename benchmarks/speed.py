@@ -1,4 +1,4 @@
-"""Milliseconds of forward + backward of one layer."""
+"""Milliseconds of the forward and backward pass of one layer."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ CONFIGURATIONS = [(2, 1), (3, 1), (4, 1), (8, 1), (4, 4), (5, 8), (8, 8), (8, 16
 ITERATIONS = 5
 QUICK_CONFIGURATIONS = [(4, 1), (8, 1), (5, 8)]
 SIZE, QUICK_SIZE = 768 * 768, 64 * 64
-ROUNDS, SLOW = 9, 3.0  # a repeat of over SLOW seconds is made twice only
+ROUNDS, SLOW = 9, 3.0  # what takes more than SLOW seconds runs only twice
 
 
 def run(device: str, quick: bool) -> list[dict]:
@@ -26,7 +26,7 @@ def run(device: str, quick: bool) -> list[dict]:
 
 
 def _row(layer: Layer, contenders: dict[str, Callable], device: str, rounds: int) -> dict:
-    """Seconds of each contender, or the reason why there are none; and how far their results are apart."""
+    """The seconds of each contender, or the reason why it has none; and how far the results are apart."""
     row = dict(bits=layer.bits, dim=layer.dim, size=layer.W.numel(), iterations=ITERATIONS, tau=layer.tau)
     available = available_memory() if device == "cpu" else None
     limit = None if available is None else int(0.85 * available)
@@ -46,7 +46,7 @@ def _row(layer: Layer, contenders: dict[str, Callable], device: str, rounds: int
     for part in ("W_tilde", "dW"):
         row[f"{part}_difference"] = _difference(layer, results, part)
     if "coremltools" in results:
-        # W_tilde is another by its definition; the centroids are the same but for its clamp
+        # coremltools defines W_tilde differently; its centroids are the same except for its clamp
         row["centroid_difference"] = relative(results["coremltools"].C, results["ours"].C)
         assert row["centroid_difference"] < 0.05, f"{layer.name}: coremltools clustered something else"
     del results
@@ -56,7 +56,7 @@ def _row(layer: Layer, contenders: dict[str, Callable], device: str, rounds: int
 
 
 def _check_same(layer: Layer) -> None:
-    """In float64 autograd arrives where we do: whatever differs in float32 is rounding."""
+    """Check that dkm and autograd agree in float64, so that every difference in float32 is rounding."""
     small = Layer.make(min(layer.W.numel(), 192 * 192), layer.bits, layer.dim, str(layer.W.device)).double()
     truth = ours(small, ITERATIONS)()
     for contender in (unrolled, tuned):
@@ -65,12 +65,12 @@ def _check_same(layer: Layer) -> None:
 
 
 def _difference(layer: Layer, results: dict[str, Result], part: str) -> float | None:
-    """The relative difference in float32 between ours and autograd's, the larger one."""
+    """The larger of the two relative differences in float32 between dkm and autograd."""
     others = [results[name] for name in ("unrolled", "tuned") if name in results]
     if not others:
         return None
     largest = max(relative(getattr(other, part), getattr(results["ours"], part)) for other in others)
-    # Not 1e-7: logits of 1e4 and more leave few digits to the attention, and A^T W adds up all weights in a row.
+    # More than 1e-7, because logits of 1e4 and more leave few digits to the attention, and A^T W sums over all weights.
     assert largest < (2e-3 if part == "W_tilde" else 2e-2), f"{layer.name}: {part} differs by {largest:.1e}"
     return largest
 

@@ -1,4 +1,4 @@
-"""Rows of text -> an aligned Markdown table."""
+"""An aligned Markdown table from rows of text."""
 
 import sys
 
@@ -19,15 +19,15 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def digits(value: float) -> str:
-    """Three significant digits at most, no exponent."""
+    """A number with at most three significant digits and no exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def ratio(value: float | str | None, unit: float) -> str:
-    """`value / unit`, where the value is a number."""
+    """`value / unit` as text, if the value is a number."""
     return f"{digits(value / unit)}x" if isinstance(value, float) else ""
 
 
 def note(text: str) -> None:
-    """What is going on, for who waits."""
+    """Print what is being measured, for whoever waits."""
     print(f"  ... {text}", file=sys.stderr, flush=True)

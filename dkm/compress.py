@@ -97,10 +97,10 @@ def cluster_weight(
 
 @torch.no_grad()
 def snap_(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> nn.Module:
-    """Freeze: every clustered weight becomes its snapped dense value, and dkm is gone.  Returns the model.
+    """Make a plain model again, in place: every clustered weight becomes its snapped dense value.  Returns the model.
 
-    Other parameters are rounded to `dtype`, as in the file: the weights are bit-equal to those that
-    `load(save(model, dtype=dtype))` gives.  Buffers, running statistics among them, stay as they are.
+    Other parameters are rounded to `dtype`, as in the file.  So the weights are bit-equal to those that `load` reads
+    from the file that `save(model, path, dtype=dtype)` writes.  Buffers stay as they are, running statistics too.
     """
     check_dtype(dtype)
     if reshard(model) is not None:

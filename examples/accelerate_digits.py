@@ -2,9 +2,9 @@
 
     pip install -e ".[accelerate,demo]"
     python examples/accelerate_digits.py --out accelerate-output
-    accelerate launch examples/accelerate_digits.py      # on whatever `accelerate config` says
+    accelerate launch examples/accelerate_digits.py      # on the devices that `accelerate config` names
 
-The data and the network are those of digits.py.  dkm needs three lines; they are marked.
+The data and the network are those of digits.py.  dkm needs three lines, which are numbered.
 """
 
 import argparse
@@ -21,15 +21,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dkm
 
-PLAN = "all:4/4"  # 16 vectors of 4 weights for each layer: 1 bit a weight
+PLAN = "all:4/4"  # 16 vectors of 4 weights for each layer: 1 bit per weight
 
 
 def fit(model: nn.Module, data: Data, out: Path, epochs: int, plan: str | None = None) -> nn.Module:
-    """An Accelerate loop with gradient accumulation and checkpoints; run again after a crash, it continues."""
+    """An Accelerate loop with gradient accumulation and checkpoints.  After a crash, run it again and it continues."""
     project = ProjectConfiguration(str(out), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_config=project)
     loader = accelerator.prepare(DataLoader(TensorDataset(data.x, data.y), BATCH // 2, shuffle=True))
-    # the loader first: its length is now that of one process
+    # The loader is prepared first, because its length is then that of one process.
     steps = epochs * math.ceil(len(loader) / accelerator.gradient_accumulation_steps)
     if plan is not None:
         dkm.compress_(model, plan, steps=steps)  # 1. before `prepare` wraps the model
@@ -40,7 +40,7 @@ def fit(model: nn.Module, data: Data, out: Path, epochs: int, plan: str | None =
     saved = sorted((out / "checkpoints").glob("checkpoint_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
     first = 0
     if saved:
-        accelerator.load_state(str(saved[-1]))  # all of dkm's state is in the model's
+        accelerator.load_state(str(saved[-1]))  # it includes dkm's state, which is in the model
         first = accelerator.project_configuration.iteration = int(saved[-1].name.rpartition("_")[2]) + 1
     model.train()
     for _ in range(first, epochs):
@@ -56,13 +56,13 @@ def fit(model: nn.Module, data: Data, out: Path, epochs: int, plan: str | None =
     accelerator.wait_for_everyone()
     model = accelerator.unwrap_model(model)
     if plan is not None and accelerator.is_main_process:
-        dkm.recalibrate_(model, data.x.split(BATCH))  # 2. batch norm's statistics of the network that ships
-        dkm.save(model, out / "model.dkm")  # 3. once, not once a process
+        dkm.recalibrate_(model, data.x.split(BATCH))  # 2. batch norm's statistics for the snapped network
+        dkm.save(model, out / "model.dkm")  # 3. in one process only
     return model
 
 
 def run(out: Path, epochs: int = 6) -> tuple[float, float, float]:
-    """Accuracies in percent: before, compressed, read back from the file."""
+    """Accuracies in percent: before compression, compressed, and read back from the file."""
     set_seed(0)
     data = load_data()
     model = fit(network(), data, out / "plain", epochs)

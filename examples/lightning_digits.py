@@ -3,7 +3,7 @@
     pip install -e ".[lightning,demo]"
     python examples/lightning_digits.py --out lightning-output
 
-The data and the network are those of digits.py.  All that dkm adds is the callback in `compress`.
+The data and the network are those of digits.py.  dkm adds only the callback in `compress`.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import dkm
 from dkm.integrations.lightning import DKMCallback
 
-PLAN = "all:4/4"  # 16 vectors of 4 weights for each layer: 1 bit a weight
+PLAN = "all:4/4"  # 16 vectors of 4 weights for each layer: 1 bit per weight
 
 
 class Digits(LightningModule):
-    """Any LightningModule.  It does not know about dkm."""
+    """An ordinary LightningModule, which does not know about dkm."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -41,7 +41,7 @@ class Digits(LightningModule):
 
 
 def fit(model: nn.Module, data: Data, out: Path, epochs: int, callbacks: list) -> None:
-    """As always."""
+    """Train as always, without dkm."""
     trainer = Trainer(
         max_epochs=epochs,
         accelerator="cpu",
@@ -55,12 +55,12 @@ def fit(model: nn.Module, data: Data, out: Path, epochs: int, callbacks: list) -
 
 
 def compress(model: nn.Module, data: Data, out: Path, epochs: int) -> None:
-    """The same with dkm.  Writes out/model.dkm, of `Digits.model`; after a crash, fit(..., ckpt_path="last")."""
+    """Train with dkm and write `Digits.model` to out/model.dkm.  After a crash use fit(..., ckpt_path="last")."""
     fit(model, data, out, epochs, [DKMCallback(PLAN, module="model", recalibrate=data.steps)])
 
 
 def run(out: Path, epochs: int = 8) -> tuple[float, float, float]:
-    """Accuracies in percent: before, compressed, read back from the file."""
+    """Accuracies in percent: before compression, compressed, and read back from the file."""
     seed_everything(0, verbose=False)
     data, model = load_data(), network()
     fit(model, data, out / "plain", epochs, [])

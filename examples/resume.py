@@ -1,10 +1,11 @@
-"""Training that survives being killed, and ends in the same file to the last byte.  A few seconds on one core.
+"""A training that can be killed at any moment and still ends in the same file, to the last byte.  A few seconds.
 
-    python examples/resume.py --out resume-output      # press Ctrl-C or kill -9 it; run it again: it continues
+    python examples/resume.py --out resume-output      # kill it at any moment, run it again: it continues
 
-A checkpoint is what training depends on, and nothing else: the model (all of dkm's state is in its state_dict), the
-optimizer, the schedule, the number of steps done, and the random numbers' state.  It is written aside and renamed:
-a checkpoint is whole or is not there.
+A checkpoint holds what the training depends on: the model (its state_dict includes all of dkm's state), the optimizer,
+the schedule, the number of steps done, and the state of the random numbers.  It is written to another file and then
+renamed, so a checkpoint is either complete or absent.  The bytes are the same on one machine with one number of
+threads.
 """
 
 import argparse
@@ -27,7 +28,7 @@ def network() -> nn.Sequential:
 
 
 def write(checkpoint: dict, path: Path) -> None:
-    """All of it, or nothing: a kill at any moment leaves the old checkpoint or the new one."""
+    """Write a checkpoint such that a kill at any moment leaves either the old one or the new one."""
     partial = path.with_suffix(".partial")
     with open(partial, "wb") as stream:
         torch.save(checkpoint, stream)
@@ -39,10 +40,10 @@ def write(checkpoint: dict, path: Path) -> None:
 def run(out: Path, steps: int, seed: int = 0) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    y = torch.arange(2000) % 10  # something to learn: ten patterns, with noise
+    y = torch.arange(2000) % 10  # there is something to learn: ten patterns, with noise
     x = torch.randn(10, 64)[y] + 2 * torch.randn(2000, 64)
 
-    model = network()  # yours: trained
+    model = network()  # here you would load your trained weights
     dkm.compress_(model, PLAN, steps=steps)  # the same plan and the same steps every time
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("resume-output"), help="folder for the files")
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # sums in another order are other sums: the bytes depend on the number of threads
+    torch.set_num_threads(1)  # another number of threads adds in another order, which rounds differently
     run(arguments.out, arguments.steps)
 
 

@@ -3,8 +3,8 @@
     pip install -e ".[transformers]"
     python examples/transformers_text.py --out transformers-output
 
-It reads reviews such as "the soup was not cold but we found the waiter very rude" and says what was liked: both,
-the first, the second, or nothing.  All that dkm adds is the callback in `compress`.
+It reads reviews such as "the soup was not cold but we found the waiter very rude" and says what was liked: both things,
+the first, the second, or neither.  dkm adds only the callback in `compress`.
 """
 
 import argparse
@@ -24,11 +24,11 @@ BAD = ["bad", "cold", "rude", "stale", "ugly", "dirty", "loud", "steep", "dull",
 WORDS = ["[PAD]", "the", "was", "we", "found", "not", "very", "quite", "but", "and", *THINGS, *GOOD, *BAD]
 TOKENS = {word: token for token, word in enumerate(WORDS)}
 LENGTH = 15
-PLAN = "bert.encoder.*:4/4, emb:4, bert.pooler.dense:4/2"  # 1 bit a weight in the layers, the rest finer
+PLAN = "bert.encoder.*:4/4, emb:4, bert.pooler.dense:4/2"  # 1 bit per weight in the encoder, more elsewhere
 
 
 def clause(rng: random.Random) -> tuple[str, bool]:
-    """Some words about a thing, and whether they are praise."""
+    """Some words about a thing, and whether they praise it."""
     liked, negated = rng.random() < 0.5, rng.random() < 0.25
     adjective = rng.choice(GOOD if liked != negated else BAD)
     adverbs = " ".join(["not"] * negated + [rng.choice(["very", "quite"])] * (rng.random() < 0.5))
@@ -64,7 +64,7 @@ def network() -> BertForSequenceClassification:
 
 
 def trainer(model: BertForSequenceClassification, out: Path, epochs: int, count: int, callbacks=None) -> Trainer:
-    """As always."""
+    """A Trainer as always, without dkm."""
     arguments = TrainingArguments(
         str(out),
         num_train_epochs=epochs,
@@ -89,14 +89,14 @@ def accuracy(prediction) -> dict[str, float]:
 
 
 def compress(model: BertForSequenceClassification, out: Path, epochs: int, count: int) -> float:
-    """The same with dkm.  Writes out/model.dkm."""
+    """Train with dkm and write out/model.dkm."""
     training = trainer(model, out, epochs, count, callbacks=[DKMCallback(PLAN)])
-    training.train()  # and, after a crash, training.train(resume_from_checkpoint=True)
+    training.train()  # after a crash: training.train(resume_from_checkpoint=True)
     return training.evaluate()["eval_accuracy"]
 
 
 def run(out: Path, epochs: int = 4, count: int = 4000) -> tuple[float, float, float]:
-    """Accuracies in percent: before, compressed, read back from the file."""
+    """Accuracies in percent: before compression, compressed, and read back from the file."""
     logging.disable_progress_bar()
     set_seed(0)
     model = network()

@@ -1,1 +1,1 @@
-"""The paper's tables as runnable recipes."""
+"""Experiments behind the tables of the documentation, and a network that the recipes need."""

@@ -1,8 +1,8 @@
-"""CIFAR-10: the ResNets of He et al. (2016, section 4.2), the data, on the device they are used on, and the training.
+"""CIFAR-10: the ResNets of He et al. (2016, section 4.2), the data on the device that uses them, and the training.
 
-`--data` is a folder of *.npz with `x`, `y`, `x_test`, `y_test` (images uint8, n x 32 x 32 x 3), `--weights` a
-safetensors file of `ResNet`.  Every run prints a line of JSON and is added to `--out`; runs that are in it are skipped,
-so several processes may share a file and a list, each with its part.
+`--data` is a folder of *.npz files with `x`, `y`, `x_test` and `y_test` (images are uint8, n x 32 x 32 x 3).
+`--weights` is a safetensors file of `ResNet`.  Every run prints one line of JSON and appends it to `--out`.  Runs that
+are already in that file are skipped, so several processes may share the file and divide a list of runs.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from torch.nn import functional as F
 import dkm
 from dkm.foundation import jsonl
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's: what the weights were trained with
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, with which the weights were trained
 
 
 class Block(nn.Module):
-    """Two convolutions and a shortcut without weights: every second pixel, and zeros for the new channels."""
+    """Two convolutions and a shortcut without weights: it takes every second pixel, and zeros for the new channels."""
 
     def __init__(self, channels: int, out: int):
         super().__init__()
@@ -63,9 +63,9 @@ class ResNet(nn.Module):
 
 @dataclass(frozen=True)
 class Cifar10:
-    """All of it, on one device: no worker, no copy, no waiting."""
+    """All images on one device, so that training needs no worker, no copy and no waiting."""
 
-    x: Tensor  # (n, 40, 40, 3) uint8, black around the 32 x 32
+    x: Tensor  # (n, 40, 40, 3) uint8, with a black border around the 32 x 32 pixels
     y: Tensor  # (n,) int64
     x_test: Tensor  # (m, 32, 32, 3) uint8
     y_test: Tensor  # (m,) int64
@@ -74,8 +74,8 @@ class Cifar10:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str) -> "Cifar10":
-        """From every `*.npz` in the folder, in the order of their names: arrays `x`, `y`, `x_test`, `y_test`, in one
-        file or several; images uint8 `(n, 32, 32, 3)`."""
+        """Read every `*.npz` in the folder, in the order of their names.  Together they hold the arrays `x`, `y`,
+        `x_test` and `y_test`; images are uint8 `(n, 32, 32, 3)`."""
         parts: dict[str, list[np.ndarray]] = {name: [] for name in ("x", "y", "x_test", "y_test")}
         for path in sorted(folder.glob("*.npz")):
             with np.load(path) as arrays:
@@ -88,7 +88,7 @@ class Cifar10:
         return cls(F.pad(x, (0, 0, 4, 4, 4, 4)), y.long(), x_test, y_test.long(), mean, std)
 
     def batch(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Training images at random crops, half of them mirrored: `(b, 3, 32, 32)` float32, `(b,)`."""
+        """Randomly cropped training images, half of them mirrored, and labels: `(b, 3, 32, 32)` float32, `(b,)`."""
         b, device = len(index), index.device
         row, column, mirrored = torch.randint(9 * 9 * 2, (3, b), generator=generator, device=device)
         pixels = torch.arange(32, device=device)
@@ -97,21 +97,21 @@ class Cifar10:
         return self.normalize(self.x[index[:, None, None], rows[:, :, None], columns[:, None, :]]), self.y[index]
 
     def random_batches(self, number: int, size: int, seed: int) -> Iterable[Tensor]:
-        """Training images as training sees them, without labels."""
+        """Batches of training images as the training sees them, without labels."""
         generator = torch.Generator(self.x.device).manual_seed(seed)
         order = torch.randperm(len(self.x), generator=generator, device=self.x.device)
         return (self.batch(part, generator)[0] for part in order[: number * size].split(size))
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module) -> float:
-        """Percent of the test images, in evaluation mode."""
+        """The accuracy on the test images in percent, in evaluation mode."""
         model.eval()
         pairs = zip(self.x_test.split(1000), self.y_test.split(1000), strict=True)
         correct = sum((model(self.normalize(x)).argmax(1) == y).sum() for x, y in pairs)
         return 100 * float(correct) / len(self.y_test)
 
     def normalize(self, images: Tensor) -> Tensor:
-        """`(n, height, width, 3)` uint8 -> `(n, 3, height, width)` float32, in memory as it was: channels last."""
+        """`(n, height, width, 3)` uint8 -> `(n, 3, height, width)` float32; it stays channels last in memory."""
         return ((images - self.mean) / self.std).permute(0, 3, 1, 2)
 
 
@@ -133,7 +133,7 @@ class Run:
 
 
 def arguments(name: str, description: str, run: str) -> argparse.ArgumentParser:
-    """What every experiment takes."""
+    """The arguments that every experiment takes."""
     parser = argparse.ArgumentParser(
         prog=f"python -m experiments.{name}",
         description=description,
@@ -154,7 +154,7 @@ def arguments(name: str, description: str, run: str) -> argparse.ArgumentParser:
 
 
 def runs(parser: argparse.ArgumentParser, args: argparse.Namespace, parse: Callable[..., Run]) -> list[Run]:
-    """Those that were asked for; ends the program where one is not a run."""
+    """The runs that were asked for; ends the program if one of them cannot be read."""
     if not args.runs and not getattr(args, "uniform", None):
         parser.error("nothing to do: give --run")
     options = {name: getattr(args, name) for name in ("epochs", "batch", "optimizer", "lr", "eps", "max_iter")}
@@ -168,7 +168,7 @@ def runs(parser: argparse.ArgumentParser, args: argparse.Namespace, parse: Calla
 
 
 def carry_out(todo: Iterable[Run], out: Path, work: Callable[[Run], dict]) -> None:
-    """Each run that is not in the file yet, with what `work` returns and how long that took."""
+    """Do each run that is not in the file yet, and write what `work` returns and how long it took."""
     for run in todo:
         if any(record | asdict(run) == record for record in jsonl.read(out)):
             continue
@@ -186,8 +186,9 @@ def load_model(weights: Path, device: torch.device | str) -> nn.Module:
 
 
 def fit(model: nn.Module, data: Cifar10, run: Run) -> float:
-    """Train a compressed model; on a GPU in bfloat16, and the whole step as one CUDA graph.  Returns how many
-    iterations its clusterings took, on average."""
+    """Train a compressed model and return how many iterations its clusterings took on average.
+
+    On a GPU the training is in bfloat16, and a whole step is one CUDA graph."""
     device, steps = data.x.device, run.steps(data)
     generator = torch.Generator(device).manual_seed(run.seed)
     per_epoch = len(data.x) // run.batch

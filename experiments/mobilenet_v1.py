@@ -1,4 +1,4 @@
-"""MobileNet-v1 (Howard et al., 2017, arXiv:1704.04861), the one network of the paper that torchvision lacks."""
+"""MobileNet-v1 (Howard et al., 2017, arXiv:1704.04861), the only network of the paper that torchvision lacks."""
 
 from torch import Tensor, nn
 

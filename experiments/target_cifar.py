@@ -1,17 +1,17 @@
-"""A plan chosen for a size against uniform plans of at most that size: CIFAR-10, ResNet-20 (91.73 % uncompressed).
+"""Plans chosen for a size compared with uniform plans up to that size: CIFAR-10, ResNet-20 (91.73 % uncompressed).
 
     python -m experiments.target_cifar --data cifar10 --weights resnet20.safetensors --uniform 40kB
     python -m experiments.target_cifar --data cifar10 --weights resnet20.safetensors --out results.jsonl \\
         --run size=40kB:0 --run "layer*:4/4:0" --run "*:4/4:0" --run size=40kB,rounds=0:0
 
-The first line lists the uniform plans of at most 40 kB, the ones that cost least before training first: those are the
-ones to train.  `*:b/d` is every weight, `layer*:b/d` keeps the first and the last layer in 16 bit, and
-`all:b/d` has the rule for small tensors, 8/1 for those under 10,000 weights; here that is 65 kB of layers.
+The first command lists the uniform plans of at most 40 kB, beginning with those that cost least before training, which
+are the ones to train.  `*:b/d` clusters every weight, `layer*:b/d` keeps the first and the last layer in 16 bits, and
+`all:b/d` follows the rule for small tensors (8/1 below 10,000 weights), which here makes 65 kB of layers.
 
-A run is PLAN:SEED, where PLAN is a plan's text, or size=SIZE to choose one, on 1,024 training images without labels;
-with `,rounds=0` without measuring the whole.  Several runs of one size choose once.  The accuracies are those of the
-snapped network, as it is and with batch norm's statistics re-estimated.  `experiments.cifar` says what --data,
---weights and --out are.
+A run is PLAN:SEED.  PLAN is the text of a plan, or size=SIZE to choose one with 1,024 training images without labels;
+`,rounds=0` leaves out the step that measures the whole choice.  Several runs of one size choose the plan once.  The
+accuracies are those of the snapped network, as it is and with re-estimated batch-norm statistics.  `experiments.cifar`
+says what --data, --weights and --out are.
 
 The training is that of `experiments.tau_cifar`, with tau="auto".
 """
@@ -45,7 +45,7 @@ class Run(cifar.Run):
 
     @property
     def size(self) -> tuple[str, int] | None:
-        """The size to choose a plan for and the rounds of doing so, if that is what the run is about."""
+        """The size to choose a plan for, and the number of rounds, if the run chooses its plan."""
         if not self.plan.startswith("size="):
             return None
         size, _, rounds = self.plan.removeprefix("size=").partition(",rounds=")

@@ -1,9 +1,9 @@
-"""Temperatures compared: CIFAR-10, ResNet-20 (91.73 % uncompressed), first and last layer kept.
+"""Temperatures compared on CIFAR-10: ResNet-20 (91.73 % uncompressed), first and last layer kept.
 
     python -m experiments.tau_cifar --data cifar10 --weights resnet20.safetensors --out results.jsonl \\
         --run 2/1:auto:0 --run 2/1:1e-3:0 --run 4/4:learn:0 --run 1/1:geometric:3:0.05:1
 
-A run is BITS/DIM:TAU:SEED; TAU is auto, learn, a number (fixed), or geometric:HOT:COLD, linear:HOT:COLD,
+A run is BITS/DIM:TAU:SEED.  TAU is auto, learn, a number (a fixed temperature), geometric:HOT:COLD, linear:HOT:COLD,
 cosine:HOT:COLD or constant:MULTIPLE.  The accuracy is that of the snapped network.  `experiments.cifar` says what
 --data, --weights and --out are.
 """
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     def work(run: Run) -> dict:
         model = cifar.load_model(args.weights, args.device)
-        # a pattern, not `cv`: that would give the small layers 8 bits
+        # a pattern, because `cv` would give the small layers 8 bits
         tau, steps = dkm.temperature.parse(run.tau), run.steps(data)
         dkm.compress_(
             model, f"layer*:{run.plan}", tau=tau, steps=steps, eps=run.eps, max_iter=run.max_iter, seed=run.seed

@@ -22,11 +22,17 @@ from .vectors import compute_dtype, from_vectors, to_vectors
 
 
 class Clustering(NamedTuple):
-    """What `cluster` returns."""
+    """What `cluster` returns.
 
-    W_tilde: Tensor  # like W: every vector replaced by its attention-weighted average of the centroids
-    C: Tensor  # (k, d), detached: the centroids to start from next time
-    iterations: Tensor  # (), int64: how many iterations were used
+    Attributes:
+        W_tilde: like W; every vector is replaced by its attention-weighted average of the centroids.
+        C: `(k, d)`, without gradient; the centroids to start from next time.
+        iterations: `()` int64; how many iterations were used.
+    """
+
+    W_tilde: Tensor
+    C: Tensor
+    iterations: Tensor
 
 
 @shows_options(ClusterOptions)

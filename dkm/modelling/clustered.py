@@ -30,27 +30,28 @@ class Moment(NamedTuple):
 
 
 class Clustered(nn.Module, ABC):
-    """Replaces a weight by its clustering (training) or by its nearest centroids (evaluation).
+    """The abstract base of a clustered weight: its clustering in training, its nearest centroids in evaluation.
 
-    Training mode returns what the method's `cluster` makes of the weight, with gradient.  Evaluation mode, and a
-    weight that is frozen, return the snapped weight: nearest centroids of 16 bit, exactly what the file will hold.
-    A gradient that arrives there all the same goes straight through, so that whoever trains in evaluation mode (to keep
-    batch norm still) trains hard clusters, not nothing.
+    In training mode, reading the weight gives what the method's `cluster` computes from it, with gradient.  In
+    evaluation mode, and if the weight is frozen, reading it gives the snapped weight: every vector is replaced by its
+    nearest centroid in 16 bits, which is what the file holds.  A gradient that arrives at a snapped weight passes
+    straight through.  So training in evaluation mode, for example to keep batch norm still, trains hard clusters.
 
-    The clustering is a function of the weight and of `start`.  The centroids move on only when the weight
-    is not the one that was clustered last: reading it again, activation checkpointing, gradient
-    accumulation or a forward pass without gradient change nothing.  That test is a checksum of the bits,
-    made on the device: it needs no hook, holds for any optimizer, and resumes from a checkpoint.
+    A clustering is a function of the weight and of the centroids `start`.  The centroids advance only when the weight
+    differs from the one that was clustered last.  Reading it again, activation checkpointing, gradient accumulation and
+    a forward pass without gradient change nothing.  A checksum of the weight's bits, computed on the device, detects
+    the change.  It needs no hook, works with any optimizer, and is part of a checkpoint.
 
-    Buffers, all of fixed shape and part of the state_dict:
-        C       (k, d)  the newest centroids: what evaluation and `codes` use
-        start   (k, d)  the centroids that the present weight was clustered from
+    A subclass declares its `Options`, implements `cluster`, and is registered under a name with `dkm.register_method`.
+    These buffers have a fixed shape and are part of the state_dict:
+
+        C       (k, d)  the newest centroids, which evaluation and `codes` use
+        start   (k, d)  the centroids from which the present weight was clustered
         seen    ()      the checksum of that weight
-        step    ()      how often the weight has changed: the clock of a schedule
-        unit    ()      the mean squared error per weight of the first clustering: the scale of a temperature
-    `iterations`, a () tensor, says how many the last clustering used; 0 before the first.
+        step    ()      how often the weight has changed, which is the clock of a schedule
+        unit    ()      the mean squared error per weight of the first clustering, which is the unit of a temperature
 
-    A subclass declares its `Options`, registers under a name (`methods.register`) and implements `cluster`.
+    The attribute `iterations`, a () tensor, says how many iterations the last clustering took; 0 before the first one.
     """
 
     Options: ClassVar[type[StartOptions]] = StartOptions
@@ -83,7 +84,7 @@ class Clustered(nn.Module, ABC):
 
     @abstractmethod
     def cluster(self, weight: Tensor, start: Tensor, step: Tensor) -> Clustering:
-        """The clustering of the weight from the centroids `start`, at the moment `step`.  Changes nothing."""
+        """The clustering of the weight from the centroids `start` `(k, d)`, after `step` steps.  Changes nothing."""
 
     def initial_centroids(self, W: Tensor) -> Tensor:
         """`(n, d) -> (k, d)`: where the centroids start."""
@@ -99,10 +100,10 @@ class Clustered(nn.Module, ABC):
         return False
 
     def set_steps(self, steps: int) -> None:
-        """Say anew how many optimizer steps the training has; only methods that anneal ask for it."""
+        """Change the number of optimizer steps of the training.  Only methods that anneal use it."""
 
     def shard(self, original: Any) -> None:
-        """FSDP2 has split the weight; `original` is its DTensor now."""
+        """Called when FSDP2 has split the weight; `original` is its DTensor."""
         raise NotImplementedError(
             f'method="{self.method}" cannot be sharded with fully_shard: use DistributedDataParallel, or method="dkm"'
         )
@@ -122,11 +123,11 @@ class Clustered(nn.Module, ABC):
         return self.soft(weight)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Assigning to the module's attribute assigns the weight underneath."""
+        """What an assignment to the module's attribute stores: the weight itself."""
         return weight
 
     def soft(self, weight: Tensor) -> Tensor:
-        """W~, with gradient; the state moves on if the weight has changed."""
+        """W~, with gradient.  The state advances if the weight has changed."""
         now = self.moment(weight)
         W_tilde, C, iterations = self.cluster(weight, now.start, now.step)
         self.advance(C, now, iterations)

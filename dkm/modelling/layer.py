@@ -13,16 +13,16 @@ from ..clustering.vectors import to_vectors
 
 
 class DKM(nn.Module):
-    """Clusters its input: `(..., anything) -> the same shape`, each vector a soft average of k centroids.
+    """A layer that clusters its input: every vector becomes a soft average of k centroids.  The shape stays.
 
-    The input is flattened contiguously into vectors of `dim` values, as in `cluster`.  The centroids
-    start from the k-means of the first input and move on at every training forward; in evaluation mode
-    they stay.
+    The input is flattened contiguously into vectors of `dim` values, as in `cluster`.  The centroids start from the
+    k-means of the first input and move with every forward pass in training mode; in evaluation mode they stay.
 
     Args:
-        k, dim: how many centroids, of how many values each.
+        k: how many centroids.
+        dim: how many values a vector has.
         tau: the temperature, a number.
-        seed: of the k-means.
+        seed: the seed of the k-means.
         options: as in `cluster`: eps, max_iter, metric, gradient, impl.
     """
 

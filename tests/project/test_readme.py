@@ -1,5 +1,6 @@
 """The documentation's own code: every python block runs, file by file, in order, in one namespace."""
 
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,6 @@ BLOCK = re.compile(
     r"(?P<skip><!-- no-run -->\n)?^```python\n(?P<code>.*?)^```$(?:\n+^```text\n(?P<printed>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
 )
-LINK = re.compile(r"\[[^\]]*\]\((?P<file>[^)#]*)(?:#(?P<heading>[^)]*))?\)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -40,25 +40,17 @@ def test_the_code_is_formatted(page: Path):
         assert result.returncode == 0, result.stdout + result.stderr
 
 
-def prose(page: Path) -> str:
-    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-
-
-def anchors(page: Path) -> set[str]:
-    """The headings of a page as links name them."""
-    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_within_the_repository_lead_somewhere(page: Path):
-    for link in LINK.finditer(prose(page)):
-        if link["file"].startswith("http"):
-            continue
-        target = page.parent / link["file"] if link["file"] else page
-        assert target.exists(), link[0]
-        assert link["heading"] is None or link["heading"] in anchors(target), link[0]
-
-
 def test_the_pages_are_there():
     assert {page.name for page in PAGES} >= {"README.md", "plan.md", "file-format.md", "how-it-works.md", "recipes.md"}
+
+
+def test_the_first_block_of_the_readme_needs_nothing_before_it(tmp_path: Path):
+    """Pasted into Python line by line: no set-up hides above it, and a blank line ends each indented block."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "<!--" not in text
+    code = BLOCK.search(text)["code"]
+    command = [sys.executable, "-i", "-c", ""]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"}
+    result = subprocess.run(command, input=code, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert "Error" not in result.stderr, result.stderr
+    assert (tmp_path / "model.dkm").exists()

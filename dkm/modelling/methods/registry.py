@@ -14,7 +14,7 @@ Kind = TypeVar("Kind", bound=type[Clustered])
 
 
 def register(name: str) -> Callable[[Kind], Kind]:
-    """A class decorator: `compress_(..., method=name)` then uses this class."""
+    """A class decorator for a subclass of `Clustered`: `compress_(..., method=name)` then uses it."""
 
     def decorate(kind: Kind) -> Kind:
         if METHODS.get(name, kind).__qualname__ != kind.__qualname__:  # the same class again: a module was reloaded

@@ -92,9 +92,13 @@ def _imports(module: Module, modules: dict[str, Module]) -> Iterator[Import]:
                     yield Import(f"{source}.{alias.name}", node.lineno, None, bound)
                 else:
                     yield Import(source, node.lineno, alias.name, bound)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
-            if node.value in modules and node.value != module.name:
-                yield Import(node.value, node.lineno, None, None)
+        elif isinstance(node, ast.Constant) and _names_another(node.value, module, modules):
+            yield Import(node.value, node.lineno, None, None)
+
+
+def _names_another(value: object, module: Module, modules: dict[str, Module]) -> bool:
+    """Whether a constant is the dotted name of another module of the package."""
+    return isinstance(value, str) and "." in value and value in modules and value != module.name
 
 
 # --- the rules -----------------------------------------------------------------------------------

@@ -101,6 +101,16 @@ def accuracy(model: nn.Module) -> float:
     return (model.eval()(x).argmax(1) == y).double().mean().item()
 
 
+@torch.no_grad()
+def assert_same_network(plain: nn.Sequential, compressed: nn.Sequential, x: Tensor) -> None:
+    """Bit-equal weights.  Outputs to rounding: a plain layer and a parametrized one need not take the same path."""
+    for ours, theirs in zip(plain, compressed, strict=True):
+        if hasattr(ours, "weight"):
+            assert torch.equal(ours.weight, theirs.weight)
+            assert torch.equal(ours.bias, theirs.bias)
+    torch.testing.assert_close(plain(x), compressed(x))
+
+
 def assert_learned(model: nn.Sequential, losses: list[float], tmp_path: Path) -> None:
     """The snapped model classifies, and the file holds it."""
     assert losses[-1] < 0.2 * losses[0]
@@ -108,11 +118,10 @@ def assert_learned(model: nn.Sequential, losses: list[float], tmp_path: Path) ->
     dtype = next(model.parameters()).dtype
     x, y = data()
     with torch.no_grad():
-        wanted = model(x.to(dtype))
-        assert (wanted.argmax(1) == y).double().mean() > 0.95
+        assert (model(x.to(dtype)).argmax(1) == y).double().mean() > 0.95
         dkm.save(model, tmp_path / "model.dkm", dtype=torch.float32)
         loaded = dkm.load(tmp_path / "model.dkm", into=network().to(dtype)).eval()
-        assert torch.equal(loaded(x.to(dtype)), wanted)
+        assert_same_network(loaded, model, x.to(dtype))
     assert len(loaded[4].weight.reshape(-1, 2).unique(dim=0)) <= 8
 
 
@@ -246,7 +255,7 @@ def test_pure_bfloat16(tmp_path: Path):
 
 def test_gradient_accumulation_equals_one_large_batch():
     def trained(pieces: int) -> dict[str, Tensor]:
-        model = compressed(tau=1e-3)
+        model = compressed(tau=1e-3, eps=0.0)  # all iterations: when eps is reached would be a matter of rounding
         model[1].eval()  # batch norm would see other batches
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), 5, pieces=pieces)
         return state(model)
@@ -285,7 +294,7 @@ class TestAveraging:
         assert accuracy(averaged.module) > 0.95
         dkm.save(averaged.module, tmp_path / "average.dkm", dtype=torch.float32)
         loaded = dkm.load(tmp_path / "average.dkm", into=network())
-        assert torch.equal(loaded.eval()(data()[0]), averaged(data()[0]))
+        assert_same_network(loaded.eval(), averaged.module, data()[0])
 
     def test_averaging_does_not_touch_the_training(self):
         def trained(average: bool) -> dict[str, Tensor]:
@@ -328,7 +337,7 @@ def test_compiled_training_with_autocast_then_evaluation(tmp_path: Path):
     losses = train(run, torch.optim.AdamW(model.parameters(), lr=0.01), autocast=torch.bfloat16)
     assert_learned(model, losses, tmp_path)
     with torch.no_grad():
-        assert torch.equal(run(data()[0]), model(data()[0]))
+        torch.testing.assert_close(run(data()[0]), model(data()[0]))
 
 
 class TestDataParallel:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from example_models import MODELS, Tied
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -20,7 +20,6 @@ def test_an_unknown_row():
 layers = st.tuples(st.integers(1, 300), st.integers(1, 300), st.integers(1, 12), st.integers(1, 17), st.booleans())
 
 
-@settings(deadline=None)
 @given(st.lists(layers, min_size=1, max_size=5))
 def test_megabytes_is_the_papers_count(layers):
     with torch.device("meta"):

@@ -116,7 +116,8 @@ def test_more_bytes_cost_less(plans, trained, loss):
 
 def test_measuring_the_whole_makes_it_no_worse(plans, trained, loss):
     apart = dkm.plan(trained, size=SIZES_OF_DIGITS[0], loss=loss, rounds=0, candidates=FEW)
-    assert snapped_loss(trained, plans[SIZES_OF_DIGITS[0]], loss) <= snapped_loss(trained, apart, loss)
+    limit = snapped_loss(trained, apart, loss) * (1 + 1e-4)  # where both are one plan, rounding decides
+    assert snapped_loss(trained, plans[SIZES_OF_DIGITS[0]], loss) <= limit
 
 
 def test_it_is_deterministic(plans, trained, loss):

@@ -684,7 +684,7 @@ def fsdp_refusals():
 
 def main() -> None:
     warnings.simplefilter("error", UserWarning)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
     results = {}
     for name in sys.argv[2:] or [name for name in globals() if name.startswith(("ddp_", "fsdp_", "saved_"))]:
         began = time.perf_counter()

@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from method_helpers import (
-    OTHERS,
-    PLAN,
-    backward,
-    make_weight,
-    network,
-)
+from method_helpers import OTHERS, PLAN, backward, make_weight, network
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F

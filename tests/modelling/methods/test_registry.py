@@ -1,15 +1,18 @@
 """Methods by name, and which options each of them takes."""
 
 import re
+from dataclasses import dataclass
 
 import pytest
-from method_helpers import (
-    PLAN,
-    network,
-)
-from torch import nn
+import torch
+from method_helpers import PLAN, network
+from torch import Tensor, nn
 
 import dkm
+from dkm import Clustered, Clustering
+from dkm.clustering.options import StartOptions, option
+from dkm.clustering.vectors import from_vectors, to_vectors
+from dkm.modelling.methods import METHODS, named
 
 
 @pytest.mark.parametrize("method", ["hard", "dc", "quant_noise"])
@@ -57,3 +60,88 @@ def test_an_option_of_another_method_or_of_none_leaves_the_model_alone(method: s
     with pytest.raises(TypeError, match=re.escape(sentence)):
         dkm.cluster_weight(model[0], bits=2, method=method, **options)
     assert type(model[0]) is nn.Linear
+
+
+# --- a method of one's own -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Clustered]]:
+    """What a test registers is forgotten after it."""
+    for name in ("nearest", "soft"):
+        monkeypatch.setitem(METHODS, name, Clustered)  # so that its absence is what is restored
+        del METHODS[name]
+    return METHODS
+
+
+def make_nearest(name: str = "nearest") -> type[Clustered]:
+    @dataclass(frozen=True, kw_only=True)
+    class NearestOptions(StartOptions):
+        strength: float = option(1.0, "how far a weight moves to its centroid", least=0)
+
+    @dkm.register_method(name)
+    class Nearest(Clustered):
+        """Moves every weight a part of the way to its nearest centroid."""
+
+        Options = NearestOptions
+
+        def cluster(self, weight: Tensor, start: Tensor, step: Tensor) -> Clustering:
+            nearest = start[dkm.assign(to_vectors(weight.detach(), self.dim), start)]
+            moved = weight + self.options.strength * (from_vectors(nearest, weight.shape) - weight).detach()
+            return Clustering(moved, start, torch.zeros_like(step))
+
+    return Nearest
+
+
+def test_a_class_of_ones_own_joins_by_its_name(registry, tmp_path):
+    kind = make_nearest()
+    assert registry["nearest"] is kind
+    assert kind.method == "nearest"
+    model = network()
+    dkm.compress_(model, PLAN, method="nearest", strength=0.5)
+    assert {type(module) for module in model.modules() if isinstance(module, Clustered)} == {kind}
+    model(torch.randn(4, 12)).sum().backward()
+    assert model[0].parametrizations.weight.original.grad.abs().sum() > 0
+    dkm.save(model, tmp_path / "model.dkm")
+    assert torch.equal(dkm.load(tmp_path / "model.dkm")["0.weight"], model.eval()[0].weight)
+
+
+def test_its_options_are_checked_and_named(registry):
+    make_nearest()
+    with pytest.raises(ValueError, match="strength must be a number >= 0, got -1"):
+        dkm.compress_(network(), PLAN, method="nearest", strength=-1)
+    with pytest.raises(TypeError, match=r'method="hard" takes no strength.*; method="nearest" takes strength'):
+        dkm.compress_(network(), PLAN, method="hard", strength=1)
+    with pytest.raises(TypeError, match=r'method="nearest" takes no strenght.*did you mean strength'):
+        dkm.compress_(network(), PLAN, method="nearest", strenght=1)
+    with pytest.raises(ValueError, match='method="nearest" takes no tau, it has no temperature'):
+        dkm.compress_(network(), PLAN, method="nearest", tau=1e-3)
+
+
+def test_an_unknown_method_may_mean_ones_own(registry):
+    make_nearest()
+    with pytest.raises(ValueError, match="got 'nearst'; did you mean 'nearest'"):
+        dkm.compress_(network(), PLAN, method="nearst")
+
+
+def test_a_name_belongs_to_one_class(registry):
+    make_nearest()
+    with pytest.raises(ValueError, match="there is a method 'hard' already, Hard: choose another name"):
+        make_nearest("hard")
+    assert registry["hard"].__name__ == "Hard"
+    assert make_nearest() is registry["nearest"]  # the same class again, as where a module is reloaded
+
+
+def test_named_returns_the_class_and_what_it_takes():
+    kind, taken = named("hard", dict(steps=3, seed=1, tau="auto", metric="sqeuclidean"))
+    assert kind is METHODS["hard"]
+    assert taken == dict(steps=3, seed=1)  # DKM's defaults say nothing to another method
+
+
+def test_a_method_must_say_how_it_clusters(registry):
+    @dkm.register_method("soft")
+    class Soft(Clustered):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Soft(torch.randn(4, 4), 2)

@@ -313,7 +313,8 @@ def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     options = {"count": 256} if name == "transformers_text" else {}
     accuracies = example(name, monkeypatch).run(tmp_path, epochs=1, **options)
     assert all(math.isfinite(accuracy) for accuracy in accuracies)
-    assert accuracies[1] == pytest.approx(accuracies[2], abs=0.5)  # the file: biases are rounded
+    # The file: biases are rounded, which may move a few of the hundreds of examples over the border between two classes.
+    assert accuracies[1] == pytest.approx(accuracies[2], abs=2)
     assert (tmp_path / "compressed" / "model.dkm").exists()
     assert "x smaller than float32" in capsys.readouterr().out
 

@@ -61,7 +61,7 @@ def test_tied_weights_are_clustered_once_and_stay_tied(tmp_path):
     torch.testing.assert_close(model(x), wanted)
 
 
-def test_tied_weight_advances_once_a_step():
+def test_tied_weight_advances_once_per_step():
     model = Tied()
     dkm.compress_(model, "embedding:3", steps=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -72,7 +72,7 @@ def train(
     clip: float | None = None,
     after_step: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """An ordinary loop, all of the data in every step; the losses."""
+    """An ordinary training loop, with all of the data in every step; returns the losses."""
     x, y = data()
     dtype = next(p for group in optimizer.param_groups for p in group["params"]).dtype
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
@@ -146,7 +146,7 @@ def test_optimizers(name: str, tmp_path: Path):
 
 
 def test_several_parameter_groups(tmp_path: Path):
-    """One frozen by its learning rate: its centroids stay, the others' advance."""
+    """A learning rate of 0 freezes one group: its centroids stay, those of the others advance."""
     model = compressed()
     conv, rest = model[0].parameters(), [*model[1].parameters(), *model[4].parameters(), *model[6].parameters()]
     groups = [{"params": conv, "lr": 0.0}, {"params": rest, "weight_decay": 1e-2}]
@@ -156,7 +156,7 @@ def test_several_parameter_groups(tmp_path: Path):
 
 
 def test_lbfgs(tmp_path: Path):
-    """Its closure evaluates several times a step, with other weights almost every time: the clock counts those."""
+    """Its closure is called several times per step, almost always with other weights; the clock counts each change."""
     model, evaluations = compressed(tau=1e-3, steps=None), 0
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
     x, y = data()
@@ -307,7 +307,7 @@ class TestAveraging:
         assert_close(trained(True), trained(False), rtol=0, atol=0)
 
     def test_update_bn(self):
-        """It runs the averaged model in training mode: the centroids may move, and fit afterwards, too."""
+        """It runs the averaged model in training mode: the centroids may move, and still fit the weights afterwards."""
         model = compressed()
         averaged = AveragedModel(model)
         train(
@@ -341,7 +341,7 @@ def test_compiled_training_with_autocast_then_evaluation(tmp_path: Path):
 
 
 class TestDataParallel:
-    """It runs replicas; this makes one as it does, without its devices."""
+    """nn.DataParallel runs replicas of a model; these tests make one in the same way, without further devices."""
 
     @staticmethod
     def replica(model: nn.Module) -> tuple[Clustered, Tensor]:

@@ -264,7 +264,7 @@ def test_snapping_a_recurrent_layer_in_training_mode_equals_the_file(name: str, 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 def test_recurrent_layer_runs_twice_with_cached_weights(name: str):
-    """torch's own way to save clusterings where a layer runs more than once in a step."""
+    """`parametrize.cached()` makes one clustering serve all runs of a layer within a step."""
     build, make_input, text, _ = ZOO[name]
     x, model = make_input(), build()
     dkm.compress_(model, text, steps=10)

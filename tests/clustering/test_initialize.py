@@ -1,4 +1,4 @@
-"""initialize.py: where centroids start."""
+"""Where centroids start."""
 
 from functools import cache
 
@@ -45,7 +45,7 @@ CASES = (
 
 
 def cost(values: np.ndarray, centroids: np.ndarray) -> float:
-    """The squared error of `(n,)` with nearest `(k,)`."""
+    """The squared error of the values `(n,)`, each replaced by the nearest of the centroids `(k,)`."""
     levels = np.sort(centroids.astype(np.float64))
     nearest = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, values)]
     return float(np.square(values - nearest).sum())

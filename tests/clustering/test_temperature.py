@@ -175,7 +175,7 @@ class TestLearn:
 
     @pytest.mark.parametrize("impl", ["reference", "auto"])
     def test_the_optimizer_trains_it(self, impl):
-        """With the weights held, tau finds the one that the target was made with."""
+        """With the weights held fixed, training tau finds the value that the target was made with."""
         fc = layer("learn", impl=impl)
         log_multiple = clustered(fc).log_multiple
         log_multiple.data.fill_(0.3)
@@ -224,7 +224,7 @@ class TestLearn:
 
 @pytest.mark.parametrize("tau", [*SCHEDULES, "learn", 1e-3], ids=str)
 def test_compiled_training_equals_eager_training(tau):
-    """One graph, whatever tau."""
+    """The compiled graph has no break, whatever tau is."""
 
     def losses(compiled: bool) -> list[float]:
         fc = layer(tau, eps=0.0)  # all iterations: whether the last movement is below eps would be a matter of rounding

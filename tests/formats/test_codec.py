@@ -1,4 +1,4 @@
-"""codec.py: codes <-> bytes."""
+"""Codes to bytes, and back."""
 
 import numpy as np
 import pytest

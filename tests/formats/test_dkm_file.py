@@ -179,7 +179,7 @@ def test_the_arrays_are_those_and_no_others(path):
 
 
 def test_a_reader_of_ten_lines(path):
-    """What the docstring says is enough to read a weight: no dkm."""
+    """The description of the format is enough to read a weight without dkm."""
     model = trained()
     dkm.save(model, path)
     arrays = safetensors.torch.load_file(path)

@@ -1,4 +1,4 @@
-"""layer.py: DKM, the clustering as a layer on activations."""
+"""`dkm.DKM`: the clustering as a layer on activations."""
 
 import pytest
 import torch

@@ -22,7 +22,7 @@ def split(problem: list[list[tuple[int, int]]]) -> tuple[list[list[int]], list[l
 
 
 def brute_force(sizes, costs, budget: int) -> tuple[float, int]:
-    """The least cost, and the least size of that."""
+    """The least cost and, of the choices with that cost, the least size."""
     choices = itertools.product(*(range(len(s)) for s in sizes))
     return min(found for found in (totals(sizes, costs, at) for at in choices) if found[1] <= budget)
 

@@ -1,4 +1,4 @@
-"""A size -> a plan: within the budget to the bit, the best there is, by what is measured."""
+"""From a size to a plan: it keeps to the budget to the bit, and costs the measured loss as little as possible."""
 
 import copy
 import itertools
@@ -69,7 +69,7 @@ def snapped_loss(trained: nn.Module, plan: dkm.Plan, loss, **training) -> float:
 
 
 def uniform(model: nn.Module, size: int) -> list[dkm.Plan]:
-    """All plans of one bits and dim for all tensors, of at most this size."""
+    """The plans that give all tensors the same bits and dim, as far as they are no larger than this."""
     plans = [dkm.plan(model, f"*:{bits}/{dim}") for bits, dim in FEW]
     return [plan for plan in plans if plan.bytes <= size]
 
@@ -205,7 +205,7 @@ def test_ties_are_measured_and_chosen_once():
 
 def test_a_loss_that_is_not_finite_counts_as_worst(trained, loss):
     def cold(model: nn.Module) -> float:
-        """NaN where the first layer is coarse."""
+        """NaN where the first layer has fewer than 8 different values."""
         return float("nan") if len(model[0].weight.unique()) < 8 else loss(model)
 
     plan = dkm.plan(trained, size=5_000, loss=cold, candidates=FEW)

@@ -1,4 +1,4 @@
-"""batchnorm.py: recalibrate_, the running statistics of the snapped network."""
+"""`dkm.recalibrate_`: the running statistics of the snapped network."""
 
 import copy
 from typing import NamedTuple

@@ -97,8 +97,11 @@ def _imports(module: Module, modules: dict[str, Module]) -> Iterator[Import]:
 
 
 def _names_another(value: object, module: Module, modules: dict[str, Module]) -> bool:
-    """Whether a constant is the dotted name of another module of the package."""
-    return isinstance(value, str) and "." in value and value in modules and value != module.name
+    """Whether a constant is the dotted name of another module of the package, other than one that the module is in:
+    whoever looks for files next to it names its own package."""
+    if not isinstance(value, str) or "." not in value or value not in modules:
+        return False
+    return not f"{module.name}.".startswith(f"{value}.")
 
 
 # --- the rules -----------------------------------------------------------------------------------

@@ -172,6 +172,15 @@ def test_a_diamond_is_no_cycle(tmp_path: Path):
     assert not cycles(package(tmp_path, **files))
 
 
+def test_the_name_of_its_own_package_is_no_import(tmp_path: Path):
+    """A module that looks for files next to it names its package."""
+    texts = dict(p__a='x = files("house.p")\n', p__b="from . import a\n")
+    modules = package(tmp_path, **texts)
+    (tmp_path / "house" / "p" / "__init__.py").write_text("from . import a\n")
+    assert not modules["house.p.a"].imports
+    assert not cycles(read_package(tmp_path / "house"))
+
+
 PRIVATE = {
     "imported": "from .b import _x\n",
     "imported, renamed": "from .b import _x as y\n",

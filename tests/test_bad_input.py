@@ -1,4 +1,4 @@
-"""Wrong arguments and wrong weights: a sentence that names the thing, and a model left as it was."""
+"""Wrong arguments and wrong weights: the error names what is wrong, and the model stays as it was."""
 
 import copy
 import re
@@ -19,7 +19,7 @@ def net() -> nn.Module:
 
 
 def refused(call, *words: str, error=(ValueError, TypeError)) -> str:
-    """That `call` raises one of our sentences with all these words in it."""
+    """Assert that `call` raises an error of ours whose message has all these words in it."""
     with pytest.raises(error) as caught:
         call()
     message = str(caught.value)

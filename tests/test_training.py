@@ -72,7 +72,7 @@ def train(
     clip: float | None = None,
     after_step: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """An ordinary loop, all of the data in every step; the losses."""
+    """An ordinary training loop, with all of the data in every step; returns the losses."""
     x, y = data()
     dtype = next(p for group in optimizer.param_groups for p in group["params"]).dtype
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
@@ -101,6 +101,16 @@ def accuracy(model: nn.Module) -> float:
     return (model.eval()(x).argmax(1) == y).double().mean().item()
 
 
+@torch.no_grad()
+def assert_same_network(plain: nn.Sequential, compressed: nn.Sequential, x: Tensor) -> None:
+    """Bit-equal weights.  Outputs to rounding: a plain layer and a parametrized one need not take the same path."""
+    for ours, theirs in zip(plain, compressed, strict=True):
+        if hasattr(ours, "weight"):
+            assert torch.equal(ours.weight, theirs.weight)
+            assert torch.equal(ours.bias, theirs.bias)
+    torch.testing.assert_close(plain(x), compressed(x))
+
+
 def assert_learned(model: nn.Sequential, losses: list[float], tmp_path: Path) -> None:
     """The snapped model classifies, and the file holds it."""
     assert losses[-1] < 0.2 * losses[0]
@@ -108,11 +118,10 @@ def assert_learned(model: nn.Sequential, losses: list[float], tmp_path: Path) ->
     dtype = next(model.parameters()).dtype
     x, y = data()
     with torch.no_grad():
-        wanted = model(x.to(dtype))
-        assert (wanted.argmax(1) == y).double().mean() > 0.95
+        assert (model(x.to(dtype)).argmax(1) == y).double().mean() > 0.95
         dkm.save(model, tmp_path / "model.dkm", dtype=torch.float32)
         loaded = dkm.load(tmp_path / "model.dkm", into=network().to(dtype)).eval()
-        assert torch.equal(loaded(x.to(dtype)), wanted)
+        assert_same_network(loaded, model, x.to(dtype))
     assert len(loaded[4].weight.reshape(-1, 2).unique(dim=0)) <= 8
 
 
@@ -137,7 +146,7 @@ def test_optimizers(name: str, tmp_path: Path):
 
 
 def test_several_parameter_groups(tmp_path: Path):
-    """One frozen by its learning rate: its centroids stay, the others' advance."""
+    """A learning rate of 0 freezes one group: its centroids stay, those of the others advance."""
     model = compressed()
     conv, rest = model[0].parameters(), [*model[1].parameters(), *model[4].parameters(), *model[6].parameters()]
     groups = [{"params": conv, "lr": 0.0}, {"params": rest, "weight_decay": 1e-2}]
@@ -147,7 +156,7 @@ def test_several_parameter_groups(tmp_path: Path):
 
 
 def test_lbfgs(tmp_path: Path):
-    """Its closure evaluates several times a step, with other weights almost every time: the clock counts those."""
+    """Its closure is called several times per step, almost always with other weights; the clock counts each change."""
     model, evaluations = compressed(tau=1e-3, steps=None), 0
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
     x, y = data()
@@ -246,7 +255,7 @@ def test_pure_bfloat16(tmp_path: Path):
 
 def test_gradient_accumulation_equals_one_large_batch():
     def trained(pieces: int) -> dict[str, Tensor]:
-        model = compressed(tau=1e-3)
+        model = compressed(tau=1e-3, eps=0.0)  # all iterations: when eps is reached would be a matter of rounding
         model[1].eval()  # batch norm would see other batches
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), 5, pieces=pieces)
         return state(model)
@@ -285,7 +294,7 @@ class TestAveraging:
         assert accuracy(averaged.module) > 0.95
         dkm.save(averaged.module, tmp_path / "average.dkm", dtype=torch.float32)
         loaded = dkm.load(tmp_path / "average.dkm", into=network())
-        assert torch.equal(loaded.eval()(data()[0]), averaged(data()[0]))
+        assert_same_network(loaded.eval(), averaged.module, data()[0])
 
     def test_averaging_does_not_touch_the_training(self):
         def trained(average: bool) -> dict[str, Tensor]:
@@ -298,7 +307,7 @@ class TestAveraging:
         assert_close(trained(True), trained(False), rtol=0, atol=0)
 
     def test_update_bn(self):
-        """It runs the averaged model in training mode: the centroids may move, and fit afterwards, too."""
+        """It runs the averaged model in training mode: the centroids may move, and still fit the weights afterwards."""
         model = compressed()
         averaged = AveragedModel(model)
         train(
@@ -328,11 +337,11 @@ def test_compiled_training_with_autocast_then_evaluation(tmp_path: Path):
     losses = train(run, torch.optim.AdamW(model.parameters(), lr=0.01), autocast=torch.bfloat16)
     assert_learned(model, losses, tmp_path)
     with torch.no_grad():
-        assert torch.equal(run(data()[0]), model(data()[0]))
+        torch.testing.assert_close(run(data()[0]), model(data()[0]))
 
 
 class TestDataParallel:
-    """It runs replicas; this makes one as it does, without its devices."""
+    """nn.DataParallel runs replicas of a model; these tests make one in the same way, without further devices."""
 
     @staticmethod
     def replica(model: nn.Module) -> tuple[Clustered, Tensor]:

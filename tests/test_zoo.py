@@ -230,8 +230,11 @@ def test_recurrent_layer_computes_with_clustered_weights(name: str):
             clustered = {owned.names[0]: getattr(*owned.owners[0]) for owned in parameters(trained)}
             underneath = {owned.names[0]: owned.tensor for owned in parameters(trained)}
             output = trained(x)
-            assert torch.equal(output, torch.func.functional_call(plain, clustered, x))
-            assert not torch.allclose(output, torch.func.functional_call(plain, underneath, x), atol=1e-6)
+            with_clustered, with_underneath = (
+                torch.func.functional_call(plain, weights, x) for weights in (clustered, underneath)
+            )
+            torch.testing.assert_close(output, with_clustered)
+            assert (output - with_underneath).abs().max() > 1e-3  # far beyond rounding
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
@@ -261,7 +264,7 @@ def test_snapping_a_recurrent_layer_in_training_mode_equals_the_file(name: str, 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 def test_recurrent_layer_runs_twice_with_cached_weights(name: str):
-    """torch's own way to save clusterings where a layer runs more than once in a step."""
+    """`parametrize.cached()` makes one clustering serve all runs of a layer within a step."""
     build, make_input, text, _ = ZOO[name]
     x, model = make_input(), build()
     dkm.compress_(model, text, steps=10)

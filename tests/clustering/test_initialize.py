@@ -1,4 +1,4 @@
-"""initialize.py: where centroids start."""
+"""Where centroids start."""
 
 from functools import cache
 
@@ -45,7 +45,7 @@ CASES = (
 
 
 def cost(values: np.ndarray, centroids: np.ndarray) -> float:
-    """The squared error of `(n,)` with nearest `(k,)`."""
+    """The squared error of the values `(n,)`, each replaced by the nearest of the centroids `(k,)`."""
     levels = np.sort(centroids.astype(np.float64))
     nearest = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, values)]
     return float(np.square(values - nearest).sum())
@@ -85,7 +85,8 @@ def kmeans_1d(values: np.ndarray, k: int, **options) -> np.ndarray:
 
 
 def error(W: torch.Tensor, C: torch.Tensor) -> float:
-    return float(torch.cdist(W.double(), C.double()).amin(1).square().mean())
+    """The mean squared distance to the nearest centroid; exactly 0 where every vector is a centroid."""
+    return float((W.double()[:, None] - C.double()).square().sum(-1).amin(1).mean())
 
 
 # --- d = 1 ---------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ def test_never_worse_than_quantiles_and_lloyd(case, k):
 numbers = st.floats(-1e4, 1e4, width=32)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(numbers, min_size=1, max_size=60).map(np.array), st.integers(1, 64))
 def test_within_a_percent_on_anything(values, k):
     C = kmeans_1d(values, k)

@@ -175,7 +175,7 @@ class TestLearn:
 
     @pytest.mark.parametrize("impl", ["reference", "auto"])
     def test_the_optimizer_trains_it(self, impl):
-        """With the weights held, tau finds the one that the target was made with."""
+        """With the weights held fixed, training tau finds the value that the target was made with."""
         fc = layer("learn", impl=impl)
         log_multiple = clustered(fc).log_multiple
         log_multiple.data.fill_(0.3)
@@ -224,11 +224,11 @@ class TestLearn:
 
 @pytest.mark.parametrize("tau", [*SCHEDULES, "learn", 1e-3], ids=str)
 def test_compiled_training_equals_eager_training(tau):
-    """One graph, whatever tau."""
+    """The compiled graph has no break, whatever tau is."""
 
     def losses(compiled: bool) -> list[float]:
-        fc = layer(tau)
+        fc = layer(tau, eps=0.0)  # all iterations: whether the last movement is below eps would be a matter of rounding
         model = torch.compile(fc, fullgraph=True, backend="aot_eager") if compiled else fc
         return train(model, torch.optim.SGD(fc.parameters(), lr=0.1), 3)
 
-    assert losses(True) == pytest.approx(losses(False), rel=1e-6)
+    assert losses(True) == pytest.approx(losses(False), rel=1e-5)

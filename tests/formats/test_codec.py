@@ -1,4 +1,4 @@
-"""codec.py: codes <-> bytes."""
+"""Codes to bytes, and back."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def as_one_integer(codes: torch.Tensor, bits: int) -> bytes:
 
 
 @pytest.mark.parametrize("bits", BITS)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(n=st.integers(0, 3000), seed=st.integers(0, 1000))
 def test_unpack_inverts_pack(bits, n, seed):
     codes = random_codes(n, bits, seed)
@@ -33,7 +33,6 @@ def test_unpack_inverts_pack(bits, n, seed):
     assert torch.equal(unpack(packed, bits, n), codes)
 
 
-@settings(deadline=None)
 @given(bits=st.sampled_from(BITS), n=st.integers(0, 60), seed=st.integers(0, 1000))
 def test_bit_order_is_the_documented_one(bits, n, seed):
     codes = random_codes(n, bits, seed)

@@ -1,4 +1,4 @@
-"""Records on lines, and what a crash leaves."""
+"""Files of records, one per line, and what is read after a crash."""
 
 from pathlib import Path
 

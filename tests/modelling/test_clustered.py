@@ -1,4 +1,4 @@
-"""When the centroids advance, and that everything else changes nothing."""
+"""The centroids advance when the weight has changed; nothing else changes any state."""
 
 import copy
 import subprocess
@@ -219,16 +219,16 @@ class TestTemperature:
 
 
 def test_compiled_training_equals_eager_training():
-    """No graph break, the same losses, and the centroids advance as often."""
+    """The compiled graph has no break, the losses are the same, and the centroids advance as often."""
 
     def losses(compiled: bool) -> tuple[list[float], int]:
-        fc = layer()
+        fc = layer(eps=0.0)  # all iterations: whether the last movement is below eps would be a matter of rounding
         model = torch.compile(fc, fullgraph=True, backend="aot_eager") if compiled else fc
         return train(model, torch.optim.SGD(fc.parameters(), lr=0.1), 4), int(clusterings(fc)[0].step)
 
     wanted, steps = losses(False)
     got, compiled_steps = losses(True)
-    assert got == pytest.approx(wanted, rel=1e-6)
+    assert got == pytest.approx(wanted, rel=1e-5)
     assert compiled_steps == steps == 3
 
 

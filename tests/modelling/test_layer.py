@@ -1,4 +1,4 @@
-"""layer.py: DKM, the clustering as a layer on activations."""
+"""`dkm.DKM`: the clustering as a layer on activations."""
 
 import pytest
 import torch
@@ -19,15 +19,16 @@ def test_is_cluster():
     x = torch.randn(50, 4)
     layer = dkm.DKM(4, 2, tau=1e-2)
     expected = dkm.cluster(x, dkm.init_centroids(x.view(-1, 2), 4), tau=1e-2)
-    assert torch.equal(layer(x), expected.W_tilde)
-    assert torch.equal(layer.C, expected.C)
+    torch.testing.assert_close(layer(x), expected.W_tilde)
+    torch.testing.assert_close(layer.C, expected.C)
 
 
 def test_options_reach_cluster():
     x = torch.randn(50, 4)
     options = dict(tau=0.3, eps=0.0, max_iter=2, metric="euclidean", impl="reference")
     layer = dkm.DKM(8, 2, seed=5, **options)
-    assert torch.equal(layer(x), dkm.cluster(x, dkm.init_centroids(x.view(-1, 2), 8, seed=5), **options).W_tilde)
+    wanted = dkm.cluster(x, dkm.init_centroids(x.view(-1, 2), 8, seed=5), **options).W_tilde
+    torch.testing.assert_close(layer(x), wanted)
 
 
 def test_gradient_flows_to_what_is_before_it():
@@ -98,7 +99,7 @@ def test_inputs_of_changing_size():
 
 def test_an_input_that_is_not_contiguous():
     x = torch.randn(6, 4)
-    assert torch.equal(dkm.DKM(4, tau=0.1)(x.t()), dkm.DKM(4, tau=0.1)(x.t().contiguous()))
+    torch.testing.assert_close(dkm.DKM(4, tau=0.1)(x.t()), dkm.DKM(4, tau=0.1)(x.t().contiguous()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)

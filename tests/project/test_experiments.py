@@ -14,7 +14,7 @@ from experiments.cifar import Cifar10, ResNet
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """CIFAR-10 in two parts, and a network: all random."""
+    """A folder with random images in the form of CIFAR-10, in two parts, and a network with random weights."""
     random = np.random.default_rng(0)
 
     def images(n: int) -> dict[str, np.ndarray]:

@@ -119,7 +119,7 @@ def test_the_recipe_says_what_the_paper_says(name: str):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_launch_line_is_one(name: str):
-    """It names its own file, and flags that exist: with the recipe they are all that a run needs."""
+    """The line names its own file and flags that exist; with the recipe they are all that a run needs."""
     text = RECIPES[name].read_text(encoding="utf-8")
     (line,) = re.findall(r"^#   dkm compress (.*)$", text, re.MULTILINE)
     words = line.split()
@@ -132,7 +132,7 @@ def test_the_launch_line_is_one(name: str):
 
 @functools.cache
 def network(name: str) -> nn.Module:
-    """The paper's, without values: by the recipe's own name; of texts, by the published configurations."""
+    """The paper's network for texts, without values, from its published configuration."""
     family = name.partition("-qnli")[0].partition("-mnli")[0]
     labels = 3 if "mnli" in name else 2
     with torch.device("meta"):
@@ -170,7 +170,7 @@ def test_the_names_mean_the_papers_networks():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_plan_fits_the_network(name: str):
-    """And is as large as the paper says, where it says."""
+    """The plan clusters what the paper clusters and, where the paper gives a size, has that size."""
     plan = plan_of(name)
     (megabytes,) = [figure for figure in EXPECTED[name][2] if re.fullmatch(r"[\d.]+ MB", figure)] or [None]
     if megabytes is not None:
@@ -198,7 +198,7 @@ QUICK = {"mobilenet-v1-4-4", "albert-qnli-4-4", "distilbert-mnli-5-2", "bert-tin
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dozen of noise, in two classes, in ImageNet's layout."""
+    """A dozen images of noise, in two classes, in ImageNet's layout."""
     folder = tmp_path_factory.mktemp("images")
     generator = torch.Generator().manual_seed(0)
     for part, count in (("train", 4), ("val", 2)):
@@ -277,7 +277,7 @@ def test_the_recipe_runs(
 
 @pytest.mark.parametrize("name", ["resnet18-6-8", "googlenet-8-8"])
 def test_the_recipe_opens_its_data(name: str, images: Path):
-    """Those that do not train here see the pictures as the paper's networks did: 224 pixels."""
+    """Recipes that are not trained here give their images the paper's size, 224 pixels."""
     data = open_data(settings.make(settings.read(RECIPES[name]), {"data": [str(images)]}))
     assert (len(data.train), len(data.eval), data.classes) == (8, 4, 2)
     assert data.train[0][0].shape == data.eval[0][0].shape == (3, 224, 224)

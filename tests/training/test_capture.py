@@ -1,4 +1,4 @@
-"""A step as a CUDA graph; where there is no GPU, what it says and that it does no harm."""
+"""A training step as a CUDA graph; without a GPU, `capture` calls the step as it is and refuses wrong arguments."""
 
 import pytest
 import torch

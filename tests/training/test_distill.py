@@ -1,11 +1,12 @@
-"""The loss by its definition, and a network that recovers without labels."""
+"""Distillation: the loss by its definition, recovery without labels, and the divergence of two models."""
 
+import copy
 import types
 
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dkm
@@ -110,3 +111,52 @@ def test_recovers_accuracy_with_few_images_and_no_labels():
         dkm.distill(model(images[:200]), teacher(images[:200])).backward()
         optimizer.step()
     assert accuracy(teacher) - accuracy(model) < (accuracy(teacher) - clustered) / 3
+
+
+# --- divergence ----------------------------------------------------------------------------------
+
+
+def network() -> nn.Sequential:
+    layers = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)
+    return nn.Sequential(*layers)
+
+
+def test_divergence_is_zero_at_first_and_grows():
+    model = network()
+    loss = dkm.divergence(model, torch.randn(32, 1, 8, 8).split(16))
+    assert float(loss(copy.deepcopy(model))) == pytest.approx(0, abs=1e-6)
+    with torch.no_grad():
+        model[-1].weight.add_(0.05 * torch.randn(model[-1].weight.shape))
+        near = float(loss(model))
+        model[-1].weight.add_(0.5 * torch.randn(model[-1].weight.shape))
+    assert 0 < near < float(loss(model))
+
+
+def test_divergence_is_distillation_with_the_statistics_of_the_batch():
+    torch.manual_seed(1)
+    a, b = network(), network()
+    x = torch.randn(64, 1, 8, 8)
+    loss = dkm.divergence(a, [(x, torch.zeros(64))])
+    before = copy.deepcopy(b.state_dict())
+    found = loss(b.eval())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in b.state_dict().items())
+    assert not any(m.training for m in b.modules())
+    torch.testing.assert_close(found, dkm.distill(b.train()(x), a.train()(x)).detach())
+
+
+def test_divergence_of_batches_of_keywords():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, scale: float) -> Tensor:
+            return self.linear(x) * scale
+
+    model = Model()
+    assert dkm.divergence(model, [{"x": torch.randn(2, 4), "scale": 2.0}])(model) == pytest.approx(0, abs=1e-6)
+
+
+def test_divergence_needs_a_batch():
+    with pytest.raises(ValueError, match="at least one batch"):
+        dkm.divergence(network(), iter([]))

@@ -1,4 +1,4 @@
-"""What is recorded, what it leaves alone, and the file."""
+"""`dkm.monitor`: what it records, that it leaves the training alone, and the file that it writes."""
 
 import copy
 import json
@@ -85,7 +85,7 @@ class TestNumbers:
         assert monitor.record(2)["tensors"]["weight"]["changed"] == 0
 
     def test_codes_beyond_a_byte(self):
-        """Of 9 bits: half of them, at least, would look unchanged in 8."""
+        """Codes of 9 bits: kept in 8 bits, all of these changes would be lost."""
         torch.manual_seed(0)
         fc = dkm.cluster_weight(nn.Linear(64, 64), bits=9, steps=10)
         c = fc.parametrizations.weight[0]
@@ -171,7 +171,7 @@ class TestFile:
     def steps(self, path: Path) -> list[int]:
         return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
-    def test_a_line_a_record(self, tmp_path: Path):
+    def test_one_line_per_record(self, tmp_path: Path):
         path = tmp_path / "run" / "monitor.jsonl"
         monitor = dkm.monitor(net(), every=2, jsonl=path)
         records = [monitor.record(step) for step in range(5)]

@@ -1,4 +1,4 @@
-"""Golden-section search: it finds, in as many evaluations as it may, and goes on where it was."""
+"""Golden-section search: it finds the maximum with the given number of evaluations, and resumes from its log."""
 
 import json
 import math
@@ -15,7 +15,8 @@ bounds = st.tuples(st.floats(-8, -4), st.floats(0.5, 6)).map(lambda pair: (10 **
 
 
 def unimodal(low: float, high: float, at: float, left: float, right: float):
-    """Rises up to the point at `at` of the way (on the logarithmic scale), with one slope, and falls with another."""
+    """A function of tau with one maximum, at the fraction `at` of the way from low to high on the logarithmic scale; it
+    rises with the slope `left` and falls with the slope `right`."""
     peak = math.log(low) + at * math.log(high / low)
 
     def evaluate(tau: float) -> float:

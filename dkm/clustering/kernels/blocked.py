@@ -244,7 +244,7 @@ def forward(
         C = C_next
     trail[-1] = trail[iteration]
     del columns
-    progress = trail.new_empty(progress_size(max_iter))  # this backward pass needs no notes
+    progress = trail.new_zeros(progress_size(max_iter))  # no notes: zeros, because an output must be defined
     trace = Trace(torch.tensor(iteration, device=W.device), trail, progress)
     return vectors.flat(W_tilde, W.numel()), trace
 

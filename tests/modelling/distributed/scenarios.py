@@ -34,7 +34,8 @@ FOLDER = Path(sys.argv[1])
 
 
 def build(seed: int = 0) -> nn.Sequential:
-    """Shards of 0: rows 21 / ranks, straddled by vectors of 5.  Of 4: 3 rows, so that one of 4 ranks has none."""
+    """Layer 0 has 21 rows, which no number of ranks divides, and vectors of 5 that cross from shard to shard.  Layer 4
+    has 3 rows, so that one of 4 ranks has none."""
     torch.manual_seed(seed)
     layers = nn.Linear(24, 21), nn.Tanh(), nn.Linear(21, 10), nn.Tanh(), nn.Linear(10, 3)
     return nn.Sequential(*layers).double()
@@ -102,7 +103,7 @@ def assert_same_state(model: nn.Module, reference: nn.Module, **tolerance) -> No
 
 
 def assert_ranks_agree(model: nn.Module) -> None:
-    """Bit for bit, of all that is not sharded."""
+    """Assert that whatever is not sharded is the same on all ranks, bit for bit."""
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, DTensor):
             everyone = [torch.empty_like(tensor) for _ in range(RANKS)]
@@ -111,7 +112,7 @@ def assert_ranks_agree(model: nn.Module) -> None:
 
 
 def train(model: nn.Module, reference: nn.Module, steps: int = 3, make=None) -> None:
-    """Both of them, comparing gradients at every step and the state at the end."""
+    """Train both models; compare their gradients at every step and their state at the end."""
     make = make or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
     optimizers = make(model.parameters()), make(reference.parameters())
     for step in range(steps):
@@ -189,7 +190,7 @@ def fsdp_equals_one_process():
 
 
 def fsdp_every_way_to_split_vectors():
-    """Vectors longer than a row, than a shard, than two shards; ranks without a row; whatever the remainder."""
+    """Vectors longer than a row, a shard or two shards; ranks without a row; sizes that do not divide evenly."""
     for rows, width, dim in [(1, 7, 3), (2, 5, 4), (3, 1, 2), (5, 2, 3), (7, 1, 5), (6, 2, 4), (9, 3, 30), (13, 2, 7)]:
 
         def make(rows=rows, width=width):
@@ -684,7 +685,7 @@ def fsdp_refusals():
 
 def main() -> None:
     warnings.simplefilter("error", UserWarning)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
     results = {}
     for name in sys.argv[2:] or [name for name in globals() if name.startswith(("ddp_", "fsdp_", "saved_"))]:
         began = time.perf_counter()

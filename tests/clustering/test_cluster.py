@@ -1,4 +1,4 @@
-"""Every implementation against the literal one, in float64."""
+"""Every implementation of the clustering against the literal one, in float64."""
 
 import math
 
@@ -9,7 +9,6 @@ from torch import Tensor
 from dkm import assign, cluster, init_centroids
 from dkm.clustering.kernels import blocked
 from dkm.clustering.options import METRICS
-from dkm.clustering.vectors import from_vectors, to_vectors
 
 
 def problem(n: int, d: int, k: int, dtype=torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,10 +136,17 @@ def test_float32_is_as_close_as_unrolled_float32(d, k, temperature):
     wanted, _ = run(W.double(), C.double(), G.double(), "reference", **options)
     literal, _ = run(W, C, G, "reference", **options)
     got, _ = run(W, C, G, "blocked", **options)
-    # what the rounding of the weights alone makes of the result
-    nudged, _ = run(W.double() * (1 + 2**-24 * torch.randn_like(W)), C.double(), G.double(), "reference", **options)
+
+    def nudge(X: Tensor, size: float) -> Tensor:
+        return X.double() * (1 + size * torch.randn_like(X, dtype=torch.float64))
+
+    # What rounding alone makes of the result: that of the weights and, in the centroids, that of a float32 sum of n
+    # terms, about sqrt(n) times as large.  How a processor adds up n terms decides how much better than that it is,
+    # for the literal implementation as for ours.
+    unit = 2**-24
+    nudged = [run(nudge(W, unit), nudge(C, len(W) ** 0.5 * unit), G.double(), "reference", **options)[0] for _ in "ab"]
     for name in ("W_tilde", "dW"):
-        floor = error(nudged[name], wanted[name])
+        floor = max(error(each[name], wanted[name]) for each in nudged)
         assert error(got[name], wanted[name]) <= 4 * max(error(literal[name], wanted[name]), floor, 1e-7), name
 
 
@@ -202,7 +208,6 @@ def test_any_shape_is_padded_at_the_tail(shape, d):
     torch.testing.assert_close(got["W_tilde"], V_tilde.reshape(-1)[: W.numel()].view(shape))
     # eps is above rounding: whether a centroid of one or two vectors moves by less does not matter
     assert_as_exact_as_possible(W, C, torch.randn_like(W), "blocked", tau=1e-3, eps=1e-9)
-    assert torch.equal(from_vectors(to_vectors(W, d), W.shape), W)
 
 
 def test_non_contiguous_weights_and_gradients():
@@ -229,9 +234,9 @@ def test_compiles_without_graph_breaks():
     compiled = torch.compile(lambda W, C: cluster(W, C, tau=1e-3), fullgraph=True, backend="aot_eager")
     W = W.requires_grad_()
     W_tilde, C_next, _ = compiled(W, C)
-    assert torch.equal(W_tilde, wanted["W_tilde"])
-    assert torch.equal(C_next, wanted["C"])
-    assert torch.equal(torch.autograd.grad(W_tilde, W, G)[0], wanted["dW"])
+    torch.testing.assert_close(W_tilde, wanted["W_tilde"])
+    torch.testing.assert_close(C_next, wanted["C"])
+    torch.testing.assert_close(torch.autograd.grad(W_tilde, W, G)[0], wanted["dW"])
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck's own
@@ -250,20 +255,6 @@ def test_operator_is_registered_properly():
             "blocked",
         ),
     )
-
-
-@pytest.mark.parametrize("d", [1, 2, 5])
-@pytest.mark.parametrize("k", [1, 3, 300])
-def test_assign_finds_the_nearest(k, d, monkeypatch):
-    monkeypatch.setattr(blocked, "BLOCK", 1000)
-    W, C = torch.randn(501, d, dtype=torch.float64), torch.randn(k, d, dtype=torch.float64)
-    distance = torch.cdist(W, C)
-    torch.testing.assert_close(distance.gather(1, assign(W, C)[:, None])[:, 0], distance.amin(1))
-
-
-def test_assign_takes_the_same_one_of_equal_centroids():
-    C = torch.tensor([[0.5], [0.1], [0.5], [0.1]])
-    assert set(assign(torch.randn(100, 1), C).tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize("metric", METRICS)

@@ -1,136 +1,16 @@
-"""A size -> a plan: within the budget to the bit, the best there is, by what is measured."""
+"""From a size to a plan: it keeps to the budget to the bit, and costs the measured loss as little as possible."""
 
 import copy
 import itertools
-from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dkm
-from dkm.plans import knapsack as module
-from dkm.plans.knapsack import knapsack
-from dkm.plans.language import parse_size
 from dkm.plans.target_size import allocate
-
-# --- sizes ---------------------------------------------------------------------------------------
-
-SIZES = {
-    "1.0MB": 2**20,
-    "1MB": 2**20,
-    "1mb": 2**20,
-    "1 MiB": 2**20,
-    "0.5MB": 2**19,
-    ".5MB": 2**19,
-    "40kB": 40 * 1024,  # 1024 as the paper's MB is 1024 * 1024
-    "40KB": 40 * 1024,
-    "40 KiB": 40 * 1024,
-    "1.5GB": 3 * 2**29,
-    "800B": 800,
-    " 800 ": 800,
-    "1.0009kB": 1024,  # down to whole bytes
-    800: 800,
-}
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_sizes(size):
-    assert parse_size(size) == SIZES[size]
-
-
-@pytest.mark.parametrize("size", ["", "MB", "1.0", "-1MB", "1TB", "1k", "1,5MB", "1e3", "1 000", "nan", "１MB", "1iB"])
-def test_not_a_size(size: str):
-    with pytest.raises(dkm.PlanError, match=r"is not a size: write 1\.0MB, 40kB or a whole number of bytes"):
-        parse_size(size)
-
-
-@pytest.mark.parametrize("size", [0, -5, "0MB", "0.1B"])
-def test_a_size_of_nothing(size):
-    with pytest.raises(dkm.PlanError, match="at least 1 byte"):
-        parse_size(size)
-
-
-@pytest.mark.parametrize("size", [1.5, True, b"1MB", ["1MB"]])
-def test_a_size_of_another_type(size):
-    with pytest.raises(TypeError, match=r"a size is text such as '1\.0MB', or an integer"):
-        parse_size(size)
-
-
-# --- the knapsack --------------------------------------------------------------------------------
-
-options = st.lists(st.tuples(st.integers(0, 30), st.integers(-5, 30)), min_size=1, max_size=4)
-problems = st.lists(options, min_size=1, max_size=6)
-
-
-def split(problem: list[list[tuple[int, int]]]) -> tuple[list[list[int]], list[list[float]]]:
-    return [[s for s, _ in o] for o in problem], [[float(c) for _, c in o] for o in problem]
-
-
-def brute_force(sizes, costs, budget: int) -> tuple[float, int]:
-    """The least cost, and the least size of that."""
-    choices = itertools.product(*(range(len(s)) for s in sizes))
-    return min(found for found in (totals(sizes, costs, at) for at in choices) if found[1] <= budget)
-
-
-def totals(sizes, costs, at: Sequence[int]) -> tuple[float, int]:
-    cost, size = (sum(values[i] for values, i in zip(of, at, strict=True)) for of in (costs, sizes))
-    return cost, size
-
-
-@given(problems, st.integers(0, 100))
-@settings(max_examples=300)
-def test_the_knapsack_is_exact(problem, slack: int):
-    sizes, costs = split(problem)
-    budget = sum(map(min, sizes)) + slack
-    assert totals(sizes, costs, knapsack(sizes, costs, budget)) == brute_force(sizes, costs, budget)
-
-
-@given(problems, st.lists(st.integers(0, 100), min_size=2, max_size=5))
-def test_a_larger_budget_never_costs_more(problem, slacks: list[int]):
-    sizes, costs = split(problem)
-    least = sum(map(min, sizes))
-    found = [totals(sizes, costs, knapsack(sizes, costs, least + slack))[0] for slack in sorted(slacks)]
-    assert found == sorted(found, reverse=True)
-
-
-@given(problems, st.integers(0, 60))
-def test_few_states_still_keep_to_the_budget(problem, slack: int):
-    sizes, costs = split(problem)
-    budget = sum(map(min, sizes)) + slack
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "STATES", 2)
-        assert totals(sizes, costs, knapsack(sizes, costs, budget))[1] <= budget
-
-
-def test_a_budget_below_the_smallest_choice():
-    with pytest.raises(ValueError, match="takes 5, and the budget is 4"):
-        knapsack([[2, 9], [3]], [[0.0, 0.0], [0.0]], 4)
-
-
-def test_many_tensors_are_solved_near_the_bound():
-    """150 tensors with convex costs, as networks have: no worse than the relaxation by more than one item."""
-    random = np.random.default_rng(0)
-    sizes = [[int(n * bits) for bits in (0.5, 1, 1.5, 2, 3, 4, 8)] for n in random.integers(1_000, 2_000_000, 150)]
-    costs = [[float(h * 4.0**-bits) for bits in (0.5, 1, 1.5, 2, 3, 4, 8)] for h in random.lognormal(0, 2, 150)]
-    budget = sum(s[2] for s in sizes) + 12_345
-    found = knapsack(sizes, costs, budget)
-    cost, size = totals(sizes, costs, found)
-    assert size <= budget
-    prices = np.geomspace(1e-12, 1e-2, 2_000)
-    bound = max(
-        sum(min(c + p * s for s, c in zip(*o, strict=True)) for o in zip(sizes, costs, strict=True)) - p * budget
-        for p in prices
-    )
-    assert bound <= cost <= bound + 1e-2 * abs(bound)
-
-
-# --- a trained network ---------------------------------------------------------------------------
 
 
 def network() -> nn.Sequential:
@@ -189,12 +69,14 @@ def snapped_loss(trained: nn.Module, plan: dkm.Plan, loss, **training) -> float:
 
 
 def uniform(model: nn.Module, size: int) -> list[dkm.Plan]:
-    """All plans of one bits and dim for all tensors, of at most this size."""
+    """The plans that give all tensors the same bits and dim, as far as they are no larger than this."""
     plans = [dkm.plan(model, f"*:{bits}/{dim}") for bits, dim in FEW]
     return [plan for plan in plans if plan.bytes <= size]
 
 
 SIZES_OF_DIGITS = [3_300, 5_000, 8_000]
+
+
 FEW = [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (4, 4), (6, 4), (4, 8)]  # as the k-means of all takes a second
 
 
@@ -234,7 +116,8 @@ def test_more_bytes_cost_less(plans, trained, loss):
 
 def test_measuring_the_whole_makes_it_no_worse(plans, trained, loss):
     apart = dkm.plan(trained, size=SIZES_OF_DIGITS[0], loss=loss, rounds=0, candidates=FEW)
-    assert snapped_loss(trained, plans[SIZES_OF_DIGITS[0]], loss) <= snapped_loss(trained, apart, loss)
+    limit = snapped_loss(trained, apart, loss) * (1 + 1e-4)  # where both are one plan, rounding decides
+    assert snapped_loss(trained, plans[SIZES_OF_DIGITS[0]], loss) <= limit
 
 
 def test_it_is_deterministic(plans, trained, loss):
@@ -277,9 +160,6 @@ def test_the_others_are_measured_next_to_what_the_text_clusters(trained, loss):
 def test_candidates_are_what_it_chooses_from(trained, loss):
     plan = dkm.plan(trained, size=7_000, loss=loss, candidates=[(1, 1), (3, 1)])
     assert {(row.bits, row.dim) for row in plan.rows if row.bits} <= {(1, 1), (3, 1)}
-
-
-# --- the model afterwards ------------------------------------------------------------------------
 
 
 def test_the_model_is_as_before(trained, loss):
@@ -325,58 +205,12 @@ def test_ties_are_measured_and_chosen_once():
 
 def test_a_loss_that_is_not_finite_counts_as_worst(trained, loss):
     def cold(model: nn.Module) -> float:
-        """NaN where the first layer is coarse."""
+        """NaN where the first layer has fewer than 8 different values."""
         return float("nan") if len(model[0].weight.unique()) < 8 else loss(model)
 
     plan = dkm.plan(trained, size=5_000, loss=cold, candidates=FEW)
     row = plan["0.weight"]
     assert row.bits is None or row.bits >= 3
-
-
-# --- divergence ----------------------------------------------------------------------------------
-
-
-def test_divergence_is_zero_at_first_and_grows(trained, loss):
-    model = copy.deepcopy(trained)
-    assert float(loss(model)) == 0
-    with torch.no_grad():
-        model[8].weight.add_(0.05 * torch.randn(model[8].weight.shape))
-        near = float(loss(model))
-        model[8].weight.add_(0.5 * torch.randn(model[8].weight.shape))
-    assert 0 < near < float(loss(model))
-
-
-def test_divergence_is_distillation_with_the_statistics_of_the_batch(digits):
-    torch.manual_seed(1)
-    a, b = network(), network()
-    x = digits[0][:64]
-    loss = dkm.divergence(a, [(x, digits[1][:64])])
-    before = copy.deepcopy(b.state_dict())
-    found = loss(b.eval())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in b.state_dict().items())
-    assert not any(m.training for m in b.modules())
-    torch.testing.assert_close(found, dkm.distill(b.train()(x), a.train()(x)).detach())
-
-
-def test_divergence_of_batches_of_keywords():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor, scale: float) -> Tensor:
-            return self.linear(x) * scale
-
-    model = Model()
-    assert dkm.divergence(model, [{"x": torch.randn(2, 4), "scale": 2.0}])(model) == 0
-
-
-def test_divergence_needs_a_batch(trained):
-    with pytest.raises(ValueError, match="at least one batch"):
-        dkm.divergence(trained, iter([]))
-
-
-# --- errors --------------------------------------------------------------------------------------
 
 
 def test_too_small_says_what_the_smallest_is(trained, loss):

@@ -48,15 +48,7 @@ def search_tau(
         log: a JSON-lines file with a line for every finished evaluation.  Called again with the same file, the
             search goes on where it was; finished evaluations are not repeated.  Use a file for one `evaluate`.
     """
-    for name, value in (("low", low), ("high", high)):
-        if not isinstance(value, Real) or not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a positive finite number, got {value!r}")
-    if not low < high:
-        raise ValueError(f"low must be less than high, got low={low!r} and high={high!r}")
-    if not isinstance(evaluations, int) or evaluations is True or evaluations < 1:
-        raise ValueError(f"evaluations must be an integer of at least 1, got {evaluations!r}")
-    if not callable(evaluate):
-        raise TypeError(f"evaluate must be a function tau -> score, got {evaluate!r}")
+    _check(evaluate, low, high, evaluations)
     finished = _finished(log)
     trials: list[Trial] = []
 
@@ -88,6 +80,18 @@ def search_tau(
             "check the training itself, or search elsewhere"
         )
     return Search(tau, top, tuple(trials))
+
+
+def _check(evaluate: Callable[[float], float], low: float, high: float, evaluations: int) -> None:
+    for name, value in (("low", low), ("high", high)):
+        if not isinstance(value, Real) or not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive finite number, got {value!r}")
+    if not low < high:
+        raise ValueError(f"low must be less than high, got low={low!r} and high={high!r}")
+    if not isinstance(evaluations, int) or evaluations is True or evaluations < 1:
+        raise ValueError(f"evaluations must be an integer of at least 1, got {evaluations!r}")
+    if not callable(evaluate):
+        raise TypeError(f"evaluate must be a function tau -> score, got {evaluate!r}")
 
 
 def _finished(log: str | os.PathLike | None) -> dict[float, float]:

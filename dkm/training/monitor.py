@@ -69,6 +69,14 @@ class monitor:
             self._write(record)
         return record
 
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint needs, so that `changed` is counted from the last record before it."""
+        return {"codes": dict(self._codes)}
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._codes = dict(state["codes"])
+
     def _targets(self) -> list[Owned]:
         targets = [owned for owned in parameters(self.model) if owned.clustered is not None]
         if not targets:

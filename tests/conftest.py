@@ -41,6 +41,6 @@ def log_lines(run: Path) -> int:
 
 def wait_for_log(alive: Callable[[], bool], run: Path, count: int) -> None:
     """Until the log of a run has so many lines, or whoever writes it has ended."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while alive() and log_lines(run) < count and time.monotonic() < deadline:
         time.sleep(0.001)

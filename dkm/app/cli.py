@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 try:
-    import rich.console  # noqa: F401
+    import jinja2  # noqa: F401
+    import rich  # noqa: F401
     import typer
 except ImportError:
     sys.exit('dkm: the command needs more than the library: pip install "torch-dkm[cli]"')
@@ -19,6 +20,7 @@ except ImportError:
 import torch
 
 from .. import __version__
+from ..foundation.atomic import write_atomically
 from ..foundation.errors import DKMError
 from ..plans.plan import plan as make_plan
 from . import models, run, settings
@@ -217,8 +219,7 @@ def report_command(folder: Annotated[Path, typer.Argument(metavar="RUN", help="t
     """Write the report of a run again, of an unfinished one too."""
     from . import report
 
-    RunFolder(folder).read_settings()  # says so where the folder is none of a run
-
+    RunFolder(folder).read_settings()  # Problem where the folder is not that of a run
     print(report.write(folder))
 
 
@@ -241,7 +242,7 @@ def demo_command(
     with Screen() as screen:
         screen.note(f"drawing 300 pictures into {out / 'images'}")
         make_images(out / "images", 300)
-        (out / "network.py").write_text(NETWORK, encoding="utf-8")
+        write_atomically(out / "network.py", NETWORK)
         screen.note("training a small network on them, to have something to compress\n")
         train(network, out / "images", weights)
         given: dict[str, Any] = dict(

@@ -6,6 +6,7 @@ import safetensors.torch
 import torch
 from torch.nn import functional as F
 
+from ..foundation.atomic import write_atomically
 from . import models
 from .settings import Settings
 from .tasks import open_task
@@ -13,7 +14,7 @@ from .tasks.batches import batches
 
 CLASSES = ("circle", "cross", "square")
 SIZE = 32
-# Written beside the pictures: `--model network.py:network` is how any model of your own is given.
+# This is written beside the pictures, to show how a model of your own is given: `--model network.py:network`.
 NETWORK = '''"""A small network: four convolutions, an average over the picture, a matrix."""
 
 from torch import nn
@@ -75,4 +76,4 @@ def train(network: str, images: Path, weights: Path, epochs: int = 15, seed: int
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    safetensors.torch.save_file(model.state_dict(), weights)
+    write_atomically(weights, safetensors.torch.save(model.state_dict()))

@@ -282,7 +282,7 @@ def bert(place: Path) -> None:
     transformers.BertTokenizerFast("bert/vocab.txt").save_pretrained("bert")
     config = transformers.BertConfig(
         vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=16, num_labels=2,
+        max_position_embeddings=16, num_labels=2, initializer_range=0.2,
     )  # fmt: skip
     transformers.BertForSequenceClassification(config).save_pretrained("bert")
     rows = [f"{a} {b}\t{'yes' if a == 'good' else 'no'}" for a in ("good", "bad") for b in words[7:] * 4]

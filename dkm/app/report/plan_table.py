@@ -29,10 +29,12 @@ class PlanTable:
 
     @property
     def is_folded(self) -> bool:
+        """Whether it is folded away on the screen."""
         return len(self.rows) > FOLD
 
     @property
     def is_long(self) -> bool:
+        """Whether it is left out on paper."""
         return len(self.rows) > LONG
 
 

@@ -35,30 +35,37 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
+        """The settings."""
         return self.path / "config.toml"
 
     @property
     def plan(self) -> Path:
+        """What becomes of each tensor."""
         return self.path / "plan.json"
 
     @property
     def log(self) -> Path:
+        """A line for each record; see `schema`."""
         return self.path / "log.jsonl"
 
     @property
     def checkpoint(self) -> Path:
+        """The last checkpoint."""
         return self.path / "checkpoints" / "last.pt"
 
     @property
     def model(self) -> Path:
+        """The compressed file."""
         return self.path / "model.dkm"
 
     @property
     def result(self) -> Path:
+        """The figures; there once the run is finished."""
         return self.path / "result.json"
 
     @property
     def report(self) -> Path:
+        """The page."""
         return self.path / "report.html"
 
     # --- reading

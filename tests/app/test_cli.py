@@ -304,12 +304,21 @@ def test_texts(capsys):
 
 
 @pytest.mark.usefixtures("bert")
+def test_a_folder_with_one_table_is_split(capsys):
+    """There is nothing else to evaluate on: a tenth of the rows of each label is held out."""
+    Path("only").mkdir()
+    Path("train.tsv").rename("only/train.tsv")
+    call("compress", *flags(**TEXTS | dict(data="only", eval_data=None), epochs="0"))
+    assert "22 texts to train on, 2 to measure with" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("bert")
 def test_texts_of_other_classes_than_the_model(capsys):
     Path("train.tsv").write_text("sentence\tlabel\ngood\t0\nbad\t1\nvery\t2\n")
     Path("dev.tsv").write_text("sentence\tlabel\ngood\t0\n")
     call("compress", *flags(**TEXTS), code=2)
-    said = capsys.readouterr().err
-    assert "the weights in bert do not fit: classifier.weight is (2, 16) there and (3, 16) in a model of 3" in said
+    printed = capsys.readouterr().err
+    assert "the weights in bert do not fit: classifier.weight is (2, 16) there and (3, 16) in a model of 3" in printed
     assert not Path("run").exists()
 
 

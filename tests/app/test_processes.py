@@ -54,7 +54,7 @@ def launch(launcher: str, *arguments: str, seconds_per_step: float = 0) -> subpr
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)
 
 
-def said(errors: str) -> list[str]:
+def our_sentences(errors: str) -> list[str]:
     """Our sentences.  A launcher says more, a traceback of its own among it; there is none of ours."""
     assert not [file for file in re.findall(r'File "(.*?)"', errors) if Path(cli.__file__).parent in Path(file).parents]
     return [line for line in errors.splitlines() if line.startswith("dkm: ")]
@@ -118,14 +118,14 @@ def test_two_processes_stopped_and_resumed(place: Path):
     os.killpg(process.pid, signal.SIGINT)
     errors = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode != 0
-    assert said(errors) == ["dkm: stopped; go on with the launcher and: -m dkm compress --resume --out run"]
+    assert our_sentences(errors) == ["dkm: stopped; go on with the launcher and: -m dkm compress --resume --out run"]
     assert torch.load("run/checkpoints/last.pt", weights_only=True)["done"] < 80
     assert not Path("run/model.dkm").exists()
 
     process = launch("accelerate", "compress", "--resume", "--out", "run")
     printed, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
-    assert said(errors) == []
+    assert our_sentences(errors) == []
     assert printed.count("times smaller") == printed.count("from step") == 1  # one of them talks
     assert {path.name for path in Path("run").iterdir()} == {path.name for path in Path("whole").iterdir()}
     assert Path("run/model.dkm").read_bytes() == Path("whole/model.dkm").read_bytes()
@@ -138,7 +138,7 @@ def test_a_problem_of_two_processes_is_one_sentence(place: Path, case: str):
     errors = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode != 0
     sentence = "there is no folder or file nowhere" if case == "of all" else "cannot read the image images/b/19.png"
-    assert [line.startswith(f"dkm: {sentence}") for line in said(errors)] == [True], errors
+    assert [line.startswith(f"dkm: {sentence}") for line in our_sentences(errors)] == [True], errors
     assert not Path("run").exists()
 
 

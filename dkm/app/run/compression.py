@@ -21,7 +21,6 @@ from ..run_folder import Checkpoint, Result, RunFolder, plan_file
 from ..settings import Settings, as_command, clustering_options
 from .evaluation import evaluate
 from .listener import Listener
-from .order import Order
 from .stage import Stage, open_stage
 from .stopping import stop_requests
 from .training import Training
@@ -61,7 +60,7 @@ class _Run:
         self.folder = RunFolder(Path(settings.out))
         self.stage, self.model = open_stage(settings, listener)
         self.is_main_process = self.stage.accelerator.is_main_process
-        self.order: Order = self.stage.order()
+        self.order = self.stage.make_order()
         self.steps = settings.epochs * self.order.steps_per_epoch
         self.text = self.folder.read_plan()["text"] if resume else settings.plan
         self.plan = self._known_plan()

@@ -33,8 +33,12 @@ class Stage:
         """A new copy of the model, with the weights that it had before it was compressed."""
         return _build_model(self.settings, self.task)
 
-    def order(self) -> Order:
-        """The order of the training examples; Problem where there are too few for a batch in every process."""
+    def make_order(self) -> Order:
+        """The order of the training examples.
+
+        Makes the batches smaller where there are too few examples for a full one in every process; Problem where there
+        is not even one example for each.
+        """
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         count = self.task.train_count
         self.batch_size = min(self.batch_size, count // processes)

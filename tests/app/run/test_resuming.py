@@ -55,8 +55,8 @@ def test_asked_to_stop_it_leaves_a_checkpoint(place: Path, tmp_path: Path, ask: 
     os.killpg(process.pid, ask)
     process.join()
     assert process.exitcode == 130
-    said = (tmp_path / "run.err").read_text()
-    assert said == f"dkm: stopped; go on with: dkm compress --resume --out {folder}\n"
+    printed = (tmp_path / "run.err").read_text()
+    assert printed == f"dkm: stopped; go on with: dkm compress --resume --out {folder}\n"
     done = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["done"]
     steps = [record["step"] for record in log(folder, "step")]
     assert done >= steps[-1]

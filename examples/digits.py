@@ -1,14 +1,13 @@
-"""Shrink a small convolutional network to 2 bits and to 1 bit a weight.  Under a minute on one core.
+"""Shrink a small convolutional network to 2 bits and to 1 bit per weight.  Under a minute on one core.
 
     python examples/digits.py --out demo-output
 
 The data are the 1,797 handwritten digits that come with scikit-learn.  Writes a folder for each of the two, with the
-.dkm file and report.html.  The calls of dkm that compress are all in `compress` below; `Diary` is for the report.
+.dkm file and report.html.  All that dkm needs is in `compress` below; `Diary` only keeps a log for the report.
 """
 
 import argparse
 import copy
-import json
 import sys
 import time
 from collections import OrderedDict
@@ -25,9 +24,18 @@ from torch.nn import functional as F
 
 import dkm
 from dkm.app import report
-from dkm.foundation import jsonl
+from dkm.app.run_folder import (
+    FILES,
+    EvalRecord,
+    HistogramRecord,
+    LayersRecord,
+    RunFolder,
+    StepRecord,
+    plan_file,
+)
+from dkm.app.run_folder import Result as ResultFile
 
-PLANS = ("all:2/1", "all:4/4")  # 4 scalars for each layer; 16 vectors of 4 weights: 2 bits and 1 bit a weight
+PLANS = ("all:2/1", "all:4/4")  # 4 scalars for each layer, or 16 vectors of 4 weights: 2 bits and 1 bit per weight
 BATCH = 64
 LEARNING_RATE = 2e-3
 SHOWN = ("conv2.weight", "conv3.weight")  # the tensors in the report's histograms
@@ -48,13 +56,13 @@ class Data:
 
 @dataclass(frozen=True)
 class Result:
-    """One plan, tried: accuracies on the test images in percent, and what it takes."""
+    """What came of one plan; accuracies are on the test images, in percent."""
 
     model: nn.Module
     plan: dkm.Plan
-    recalibrated: float  # the snapped network, with batch-norm statistics of its own
-    loaded: float  # read back from the file
-    size: dkm.Plan  # with .file_bytes
+    recalibrated: float  # accuracy of the snapped network, with batch-norm statistics of its own
+    loaded: float  # accuracy of the network that was read back from the file
+    size: dkm.Plan  # the plan again, with .file_bytes
     file: Path
 
 
@@ -114,14 +122,14 @@ def compress(model: nn.Module, data: Data, text: str, epochs: int, diary: "Diary
     dkm.recalibrate_(model, data.x.split(BATCH))
     recalibrated = accuracy(model, data)
 
-    file = diary.folder / "model.dkm"
+    file = diary.folder.model
     dkm.save(model, file)
     loaded = dkm.load(file, into=network())  # a plain model, with dense weights
     return Result(model, plan, recalibrated, accuracy(loaded.eval(), data), dkm.size(model), file)
 
 
 def with_soft_weights(model: nn.Module) -> nn.Module:
-    """Evaluation mode but for the weights: what the network computed while it trained, to compare with."""
+    """The model in evaluation mode, except that it keeps its train-time weights, to compare with the snapped ones."""
     model.eval()
     for module in model.modules():
         if isinstance(module, dkm.Clustered):
@@ -135,7 +143,7 @@ def accuracy(model: nn.Module, data: Data) -> float:
 
 
 def progress(label: str, epoch: int, epochs: int, loss: float) -> None:
-    """One line that changes in a terminal; a line for every fifth epoch elsewhere."""
+    """Show how far the training is: in a terminal one line that changes, elsewhere a line for every fifth epoch."""
     line = f"{label:<10} epoch {epoch:>2} of {epochs}, loss {loss:.4f}"
     if sys.stdout.isatty():
         print(f"\r{line}\033[K", end="\n" if epoch == epochs else "", flush=True)
@@ -144,63 +152,73 @@ def progress(label: str, epoch: int, epochs: int, loss: float) -> None:
 
 
 class Diary:
-    """What happens, in the files that `dkm.report` reads.  `dkm compress` writes them by itself."""
+    """Writes the files that the report is made from.  `dkm compress` does this by itself."""
 
-    def __init__(self, folder: Path, data: Data, epochs: int, seed: int, before: float):
-        self.folder, self.data, self.epochs, self.seed, self.before = folder, data, epochs, seed, before
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (*report.FILES, "report.html"):  # of a demo before this one
-            (folder / name).unlink(missing_ok=True)
+    def __init__(self, path: Path, data: Data, epochs: int, seed: int, before: float):
+        self.folder, self.data, self.epochs, self.seed, self.before = RunFolder(path), data, epochs, seed, before
+        path.mkdir(parents=True, exist_ok=True)
+        for name in (*FILES, "report.html"):  # of an earlier demo
+            (path / name).unlink(missing_ok=True)
 
     def begin(self, model: nn.Module, plan: dkm.Plan, text: str) -> None:
+        """Note the plan, and measure the model before its first step."""
         self.started, self.text, self.model = time.perf_counter(), text, model
-        self.watch = dkm.monitor(model, every=1)
-        rows = [
-            dict(name=r.name, shape=r.shape, bits=r.bits, dim=r.dim, reason=r.reason, bytes=-(-r.stored_bits // 8))
-            for r in plan.rows
-        ]
-        self._write("plan.json", text=text, rows=rows, bytes=plan.megabytes * 2**20, dense_bytes=4 * plan.parameters)
+        self.monitor = dkm.monitor(model, every=1)
         config = (
             f'model = "digits"\nplan = "{text}"\nepochs = {self.epochs}\nlr = {LEARNING_RATE}\nseed = {self.seed}\n'
         )
-        (self.folder / "config.toml").write_text(config, encoding="utf-8")
-        self._record(0, None)
+        self.folder.config.write_text(config, encoding="utf-8")
+        self.folder.write_plan(plan_file(plan, text))
+        self._measure(0, None)
 
     def epoch(self, epoch: int, loss: float) -> None:
+        """Note the loss of an epoch, and measure the model after it."""
         progress(self.text, epoch, self.epochs, loss)
-        self._log("step", epoch, loss=loss)
-        self._record(epoch, accuracy(with_soft_weights(self.model), self.data))
+        self.folder.append(StepRecord(kind="step", step=epoch * self.data.steps, epoch=epoch, loss=loss))
+        self._measure(epoch, accuracy(with_soft_weights(self.model), self.data))
 
     def end(self, result: Result) -> Path:
-        """The figures, and the report."""
-        figures = dict(
-            accuracy_before=self.before, accuracy_after=result.loaded, bytes_dense=4 * result.size.parameters
+        """Write the figures, and the report."""
+        dense, file_bytes = 4 * result.plan.parameters, result.size.file_bytes
+        figures = ResultFile(
+            accuracy_before=self.before,
+            accuracy_after=result.loaded,
+            bytes_dense=dense,
+            bytes_paper=result.plan.bytes,
+            bytes_file=file_bytes,
+            ratio=dense / file_bytes,
+            seconds=time.perf_counter() - self.started,
+            steps=self.epochs * self.data.steps,
+            command=f"python examples/digits.py --epochs {self.epochs} --seed {self.seed}",
+            seed=self.seed,
+            finished=True,
+            environment={"dkm": dkm.__version__, "torch": torch.__version__, "device": "cpu"},
         )
-        figures |= dict(bytes_paper=result.size.megabytes * 2**20, bytes_file=result.size.file_bytes, seed=self.seed)
-        figures |= dict(command=f"python examples/digits.py --epochs {self.epochs} --seed {self.seed}", finished=True)
-        figures |= dict(environment={"dkm": dkm.__version__, "torch": torch.__version__, "device": "cpu"})
-        self._write("result.json", seconds=time.perf_counter() - self.started, **figures)
-        return report.write(self.folder)
+        self.folder.write_result(figures)
+        return report.write(self.folder.path)
 
-    def _record(self, epoch: int, soft: float | None) -> None:
-        self._log("eval", epoch, soft=soft, snapped=accuracy(self.model.eval(), self.data))
-        measured = self.watch.record(epoch * self.data.steps)
-        self._log("layers", epoch, tensors=measured["tensors"], total=measured["total"])
+    def _measure(self, epoch: int, soft: float | None) -> None:
+        """Note the accuracy with train-time weights, which is given, and what else can be measured now."""
+        step, snapped = epoch * self.data.steps, accuracy(self.model.eval(), self.data)
+        self.folder.append(EvalRecord(kind="eval", step=step, epoch=epoch, soft=soft, snapped=snapped))
+        measured = self.monitor.record(step)
+        self.folder.append(LayersRecord(kind="layers", step=step, tensors=measured["tensors"], total=measured["total"]))
         for name in SHOWN:
-            parametrization = self.model.get_submodule(name.removesuffix(".weight")).parametrizations.weight
-            weight, clustered = parametrization.original.detach(), parametrization[0]
-            first = weight.flatten()[:: clustered.dim]  # of each vector
-            counts, edges = torch.histogram(first, 60)
-            centroids = clustered.codes(weight)[0][:, 0]
-            numbers = dict(edges=edges.tolist(), counts=counts.tolist(), centroids=centroids.tolist())
-            self._log("histogram", epoch, name=name, **numbers)
+            self.folder.append(self._histogram(name, step))
 
-    def _log(self, kind: str, epoch: int, **numbers) -> None:
-        record = dict(kind=kind, step=epoch * self.data.steps, epoch=epoch, **numbers)
-        jsonl.append(self.folder / "log.jsonl", record)
-
-    def _write(self, name: str, **values) -> None:
-        (self.folder / name).write_text(json.dumps(values, indent=1), encoding="utf-8")
+    def _histogram(self, name: str, step: int) -> HistogramRecord:
+        parametrization = self.model.get_submodule(name.removesuffix(".weight")).parametrizations.weight
+        weight, clustered = parametrization.original.detach(), parametrization[0]
+        counts, edges = torch.histogram(weight.flatten()[:: clustered.dim], 60)  # the first weight of each vector
+        centroids = clustered.codes(weight)[0][:, 0]
+        return HistogramRecord(
+            kind="histogram",
+            step=step,
+            name=name,
+            edges=edges.tolist(),
+            counts=counts.tolist(),
+            centroids=centroids.tolist(),
+        )
 
 
 def run(out: Path, epochs: int = 12, seed: int = 0) -> list[Result]:
@@ -231,7 +249,7 @@ def run(out: Path, epochs: int = 12, seed: int = 0) -> list[Result]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Shrink a small network to 2 bits and to 1 bit a weight.")
+    parser = argparse.ArgumentParser(description="Shrink a small network to 2 bits and to 1 bit per weight.")
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for the files")
     parser.add_argument("--epochs", type=int, default=12, help="of training, and again of each compression")
     parser.add_argument("--seed", type=int, default=0)

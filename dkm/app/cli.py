@@ -2,19 +2,17 @@
 
 import inspect
 import itertools
-import os
 import shutil
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 try:
-    import rich.console
-    import rich.progress
+    import jinja2  # noqa: F401
+    import rich  # noqa: F401
     import typer
 except ImportError:
     sys.exit('dkm: the command needs more than the library: pip install "torch-dkm[cli]"')
@@ -22,19 +20,21 @@ except ImportError:
 import torch
 
 from .. import __version__
+from ..foundation.atomic import write_atomically
 from ..foundation.errors import DKMError
-from ..foundation.text import clock_text, size_text
 from ..plans.plan import plan as make_plan
 from . import models, run, settings
-from .settings import Problem
+from .errors import Problem
+from .processes import has_several_processes, is_from_a_lost_process, rank
+from .run_folder import Result, RunFolder
+from .screen import Screen
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-RANK = int(os.environ.get("RANK", "0")) if run.several() else 0  # of several processes the first one, 0, talks
-HEAD_START = 5.0  # seconds, see _problem
+HEAD_START = 5.0  # seconds; see `_problem`
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The entry point: `app`, and its errors in a sentence."""
+    """The entry point: run a command line, say what is wrong in one sentence, and exit."""
     code = 0
     try:
         code = app(arguments, prog_name="dkm", standalone_mode=False) or 0
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = 130
     except KeyboardInterrupt:
         code = 130
-        if RANK == 0:
+        if rank() == 0:
             _say("stopped")
     except typer.Exit as end:
         code = end.exit_code
@@ -53,15 +53,15 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         code = _problem(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
     except Exception as error:
-        if run.lost(error):
+        if is_from_a_lost_process(error):
             sentence = f"another process has ended; --resume goes on from the last checkpoint: {error}"
-            code = _problem(sentence, head_start=HEAD_START)
+            code = _problem(sentence, let_others_speak=True)
         elif hasattr(error, "format_message"):
             message = error.format_message()
-            code = _problem(message) if message else 2  # none: the help was asked for by giving nothing
-        else:  # not the command line's: a fault of ours, to be seen whole
+            code = _problem(message) if message else 2  # no message: the user gave nothing and gets the help
+        else:  # not a mistake on the command line but a fault of dkm, whose traceback is needed
             raise
-    if code == 0 and run.several() and torch.distributed.is_initialized():
+    if code == 0 and has_several_processes() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(code)
 
@@ -70,54 +70,59 @@ def _say(sentence: str) -> None:
     print(f"dkm: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
 
 
-def _problem(sentence: str, *, head_start: float = HEAD_START if RANK else 0.0) -> int:
-    """One sentence, of several processes too.
+def _problem(sentence: str, *, let_others_speak: bool = False) -> int:
+    """Say what is wrong, and return the exit code.
 
-    Mostly all have the same problem: the first one says it and ends, and a launcher then ends the others, which wait.
-    Who is still here after that has a problem of its own.
+    Where there are several processes, mostly all of them have the same problem.  The first one says it and ends, upon
+    which a launcher ends the others; they wait for that.  A process that is still there after the wait has a problem of
+    its own, and says it.
     """
-    if head_start:
+    if rank() or let_others_speak:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        time.sleep(head_start + RANK / 2)
+        time.sleep(HEAD_START + rank() / 2)
     _say(sentence)
     return 2
 
 
 def _with_settings(*names: str) -> Callable[[Callable], Callable]:
-    """Give a command an option for each of these settings; it gets those that were given, as a dict `given`."""
+    """A decorator that gives a command a flag for each of these settings.
 
-    def options(command: Callable) -> Callable:
+    The command gets the settings that the user gave as its argument `given`, a dict.
+    """
+
+    def decorate(command: Callable) -> Callable:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+        parameters = [*own, *map(_parameter, names)]
 
         def call(**values: Any) -> Any:
             given = {name: values.pop(name) for name in names}
-            return command(**values, given={name: value for name, value in given.items() if value is not None})
+            return command(**values, given={name: value for name, value in given.items() if value not in (None, [])})
 
-        parameters = list(own)
-        for name in names:
-            rules, kind = settings.FIELDS[name].metadata, settings.kind(name)
-            default = settings.FIELDS[name].default
-            text = "; ".join(filter(None, [rules["help"], ", ".join(rules["choices"])]))
-            text += f" [{default}]" if default not in (None, ()) else ""
-            option = typer.Option(
-                settings.flag(name),
-                help=text.replace("[", r"\["),
-                rich_help_panel=rules["panel"],
-                metavar={str: "TEXT", int: "N", float: "X", tuple: "PATH"}[kind],
-                show_default=False,
-            )
-            hint = list[str] if kind is tuple else kind
-            parameters.append(
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[hint | None, option]
-                )
-            )
-        call.__signature__ = inspect.Signature(parameters)
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads these
         call.__annotations__ = {p.name: p.annotation for p in parameters}
         call.__name__, call.__doc__ = command.__name__, command.__doc__
         return call
 
-    return options
+    return decorate
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    """The flag of a setting, as a parameter of a function that typer makes a command of."""
+    declared, kind = settings.FIELDS[name], settings.kind(name)
+    rules, default = declared.metadata, declared.default
+    text = "; ".join(filter(None, [rules["help"], ", ".join(rules["choices"])]))
+    text += f" [{default}]" if default not in (None, ()) else ""
+    option = typer.Option(
+        settings.flag(name),
+        help=text.replace("[", r"\["),
+        rich_help_panel=rules["panel"],
+        metavar={str: "TEXT", int: "N", float: "X", tuple: "PATH"}[kind],
+        show_default=False,
+    )
+    hint: Any = list[str] if kind is tuple else kind
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[hint | None, option]
+    )
 
 
 def _version(asked: bool) -> None:
@@ -136,36 +141,32 @@ def _dkm(
 @app.command("compress")
 @_with_settings(*settings.FIELDS)
 def compress_command(
-    given: dict,
+    given: dict[str, Any],
     config: Annotated[Path | None, typer.Option(help="a .toml or .yaml file with any of the settings below")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out, if there is one")] = False,
 ) -> None:
     """Train a model with clustered weights; write the small file and a report."""
-    given = {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in given.items()}
-    given = {name: value for name, value in given.items() if value != []}
     _compress(given, settings.read(config) if config else {}, resume)
 
 
-def _compress(given: dict, config: dict, resume: bool = False) -> dict:
+def _compress(given: dict[str, Any], config: dict[str, Any], resume: bool = False) -> Result:
     chosen, continues = run.prepare(given, config, resume)
-    folder = Path(chosen.out)
-    finished = run.result_of(folder) if continues else None
-    with Screen() as screen:
+    folder = RunFolder(Path(str(chosen.out)))
+    finished = folder.read_result() if continues else None
+    with Screen(folder) as screen:
         if finished is not None:
-            screen.line(f"{folder} is finished:")
-            screen.folder = folder
-            screen("result", finished)
+            screen.note(f"{folder.path} is finished:")
+            screen.finished(finished)
             return finished
         screen.settings(chosen)
-        screen.folder = folder
         try:
             return run.compress(chosen, screen, resume=continues)
         except run.Stopped:
             screen.stop()
-            if RANK == 0 and run.is_run(folder):
-                program = " the launcher and: -m dkm" if run.several() else ": dkm"
-                _say(f"stopped; go on with{program} compress --resume --out {folder}")
-            elif RANK == 0:
+            if rank() == 0 and folder.is_run():
+                program = " the launcher and: -m dkm" if has_several_processes() else ": dkm"
+                _say(f"stopped; go on with{program} compress --resume --out {folder.path}")
+            elif rank() == 0:
                 _say("stopped before the training began; nothing was written")
             raise
 
@@ -176,23 +177,23 @@ def _compress(given: dict, config: dict, resume: bool = False) -> dict:
     *("max_length", "batch_size", "workers", "autocast", "device"),
 )
 def eval_command(
-    given: dict,
+    given: dict[str, Any],
     folder: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="a run: its file, model and data")] = None,
 ) -> None:
     """The accuracy of a run's file, or of any weights: --model NAME --weights FILE --data FOLDER."""
-    given = {name: value for name, value in given.items() if value != []}
-    base: dict = {}
+    base: dict[str, Any] = {}
     if folder is not None:
-        stored = run.stored(folder)
-        if not (folder / "model.dkm").is_file():
+        files = RunFolder(folder)
+        stored = files.read_settings()
+        if not files.model.is_file():
             raise Problem(f"{folder} has no model.dkm yet: finish it with dkm compress --resume --out {folder}")
-        base = {name: getattr(stored, name) for name in settings.FIELDS} | {"weights": str(folder / "model.dkm")}
+        base = {name: getattr(stored, name) for name in settings.FIELDS} | {"weights": str(files.model)}
     chosen = settings.make(base, given)
     with Screen() as screen:
         stage, model = run.open_stage(chosen, screen)
-        screen.line(f"{len(stage.data.eval):,} {stage.data.unit}")
-        accuracy, loss = stage.accuracy(model.eval())
-        screen.line(f"{accuracy:.2f} % right, loss {loss:.4f}")
+        screen.note(f"{stage.task.eval_count:,} {stage.task.unit}")
+        accuracy, loss = run.evaluate(stage, model.eval())
+        screen.note(f"{accuracy:.2f} % right, loss {loss:.4f}")
 
 
 @app.command("plan")
@@ -202,7 +203,7 @@ def plan_command(
     classes: Annotated[int | None, typer.Option(min=1, help="outputs of the model; without: its own")] = None,
 ) -> None:
     """What a plan would do: a row for each tensor, with its bits and bytes."""
-    print(make_plan(models.outline(model, classes), plan))
+    print(make_plan(models.model_without_values(model, classes), plan))
 
 
 @app.command("inspect")
@@ -216,9 +217,9 @@ def inspect_command(file: Annotated[Path, typer.Argument(help="a .dkm file")]) -
 @app.command("report")
 def report_command(folder: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a run")]) -> None:
     """Write the report of a run again, of an unfinished one too."""
-    run.stored(folder)  # a clear word where it is none
     from . import report
 
+    RunFolder(folder).read_settings()  # Problem where the folder is not that of a run
     print(report.write(folder))
 
 
@@ -236,123 +237,17 @@ def demo_command(
         out = next(path for path in map(Path, names) if not path.exists())
     if out.exists():
         raise Problem(f"{out} exists: choose another folder, --out FOLDER")
-    torch.set_num_threads(1)  # the network is small: threads would wait for one another
+    torch.set_num_threads(1)  # the network is small: threads would only wait for one another
     network, weights = f"{out / 'network.py'}:network", out / "dense.safetensors"
     with Screen() as screen:
-        screen.line(f"drawing 300 pictures into {out / 'images'}")
+        screen.note(f"drawing 300 pictures into {out / 'images'}")
         make_images(out / "images", 300)
-        (out / "network.py").write_text(NETWORK, encoding="utf-8")
-        screen.line("training a small network on them, to have something to compress\n")
+        write_atomically(out / "network.py", NETWORK)
+        screen.note("training a small network on them, to have something to compress\n")
         train(network, out / "images", weights)
-        given = dict(model=network, weights=str(weights), data=[str(out / "images")], plan="cv:2/8, fc:8")
+        given: dict[str, Any] = dict(
+            model=network, weights=str(weights), data=[str(out / "images")], plan="cv:2/8, fc:8"
+        )
         given |= dict(epochs=5, batch_size=32, lr=2e-3, image_size=SIZE, out=str(out / "run"))
-        screen.line(settings.as_command(settings.make(given)) + "\n")
+        screen.note(settings.as_command(settings.make(given)) + "\n")
     _compress(given, {})
-
-
-# --- what it looks like --------------------------------------------------------------------------
-
-
-class Screen:
-    """Bars in a terminal; elsewhere lines, at most one for each twentieth of the way."""
-
-    def __init__(self) -> None:
-        self.console = rich.console.Console(highlight=False, soft_wrap=True, quiet=RANK > 0)
-        self.bar: rich.progress.Progress | None = None
-        self.snapped, self.folder = "", Path()
-
-    def __enter__(self) -> "Screen":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
-
-    def line(self, text: str) -> None:
-        self.console.print(text, markup=False)
-
-    def settings(self, chosen: settings.Settings) -> None:
-        lines = [line.replace(" = ", "=", 1) for line in settings.as_toml(chosen).splitlines()]
-        self.line(textwrap.fill(" ".join(lines), self.console.width, subsequent_indent="  ", break_on_hyphens=False))
-        self.line("")
-
-    def __call__(self, kind: str, numbers: dict[str, Any]) -> None:
-        show = getattr(self, f"_{kind}", None)
-        if show is not None:
-            show(**numbers)
-
-    def _line(self, text: str, **_: Any) -> None:
-        self.line(text)
-
-    def _before(self, accuracy: float, unit: str, train: int, eval: int, **_: Any) -> None:
-        self.unit = unit
-        self.line(f"{train:,} {unit} to train on, {eval:,} to measure with")
-        self.line(f"before: {accuracy:.2f} % right")
-
-    def _plan(self, plan: Any, **_: Any) -> None:
-        clustered, kept = ([row for row in plan.rows if (row.bits is None) is keep] for keep in (False, True))
-        self.line(f"\n{plan.table(self.console.width, clustered)}")
-        if kept:
-            self.line(f"... and {len(kept)} kept in 16 bit, {sum(row.stored_bytes for row in kept):,} bytes")
-        self.line(f"{plan.summary()}\n")
-
-    def _training(self, done: int, steps: int, per_epoch: int, lr: float, **_: Any) -> None:
-        self.done, self.steps, self.per_epoch = done, steps, per_epoch
-        self.began, self.at, self.shown = time.perf_counter(), done, done
-        self.line(
-            f"{'from step ' + format(done, ',') + ' of' if done else ''} {steps:,} steps, learning rate {lr:g}".strip()
-        )
-        if self.console.is_terminal:
-            columns = rich.progress
-            self.bar = columns.Progress(
-                columns.TextColumn("epoch {task.fields[epoch]}"),
-                columns.BarColumn(None),
-                columns.TextColumn("{task.percentage:>3.0f} %"),
-                columns.TextColumn("{task.fields[speed]:.0f}/s  loss {task.fields[loss]}  {task.fields[snapped]}"),
-                columns.TimeRemainingColumn(),
-                console=self.console,
-                expand=True,
-            )
-            self.bar.start()
-            self.task = self.bar.add_task(
-                "", total=steps, completed=done, epoch=f"{done / max(1, per_epoch):.1f}", speed=0, loss="-", snapped=""
-            )
-
-    def _step(self, step: int, epoch: float, loss: float, per_second: float, **_: Any) -> None:
-        if self.bar is not None:
-            fields = dict(epoch=f"{epoch:.1f}", loss=f"{loss:.3g}", speed=per_second, snapped=self.snapped)
-            self.bar.update(self.task, completed=step, **fields)
-        elif step - self.shown >= self.steps / 20 or step == self.steps:
-            self.shown = step
-            left = (time.perf_counter() - self.began) / max(1, step - self.at) * (self.steps - step)
-            self.line(f"step {step:,} of {self.steps:,}, loss {loss:.4g}, {per_second:.0f}/s, {clock_text(left)} left")
-
-    def _evaluating(self) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, snapped="evaluating")
-
-    def _eval(self, epoch: float, soft: float | None, snapped: float, **_: Any) -> None:
-        self.snapped = f"snapped {snapped:.1f} %"
-        if self.bar is not None:
-            self.bar.update(self.task, snapped=self.snapped)
-        trained = "k-means, not trained" if soft is None else f"epoch {epoch:.4g}: train-time weights {soft:.2f} %"
-        self.line(f"{trained}, snapped {snapped:.2f} %")
-
-    def _result(self, **numbers: Any) -> None:
-        self.stop()
-        folder = self.folder
-        before, after = numbers["accuracy_before"], numbers["accuracy_after"]
-        self.line("")
-        self.line(f"accuracy  {before:.2f} % before, {after:.2f} % after")
-        self.line(
-            f"size      {size_text(numbers['bytes_dense'])} before, {size_text(numbers['bytes_file'])} after, "
-            f"{numbers['ratio']:.1f} times smaller"
-        )
-        self.line(f"time      {clock_text(numbers['seconds'])}")
-        for name in ("model.dkm", "report.html"):
-            if (folder / name).exists():
-                self.line(f"{'file' if name == 'model.dkm' else 'report':<10}{folder / name}")

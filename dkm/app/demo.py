@@ -1,4 +1,4 @@
-"""Something to compress where there is nothing yet: 300 pictures, and a network trained on them."""
+"""Something to compress for a user who has nothing at hand: pictures, and a network trained on them."""
 
 from pathlib import Path
 
@@ -6,13 +6,15 @@ import safetensors.torch
 import torch
 from torch.nn import functional as F
 
+from ..foundation.atomic import write_atomically
 from . import models
-from .data import batches, open_data
 from .settings import Settings
+from .tasks import open_task
+from .tasks.batches import batches
 
 CLASSES = ("circle", "cross", "square")
 SIZE = 32
-# Written beside the pictures: `--model network.py:network` is how any model of your own is given.
+# This is written beside the pictures, to show how a model of your own is given: `--model network.py:network`.
 NETWORK = '''"""A small network: four convolutions, an average over the picture, a matrix."""
 
 from torch import nn
@@ -28,7 +30,7 @@ def network(classes: int = 3) -> nn.Module:
 
 
 def make_images(folder: Path, count: int, seed: int = 0) -> None:
-    """Circles, crosses and squares, of random colours, places and sizes, on noise."""
+    """Draw circles, crosses and squares of random colours, places and sizes on noise: a folder for each class."""
     import numpy as np
     import PIL.Image
     import PIL.ImageDraw
@@ -53,12 +55,12 @@ def make_images(folder: Path, count: int, seed: int = 0) -> None:
 
 
 def train(network: str, images: Path, weights: Path, epochs: int = 15, seed: int = 0) -> None:
-    """A network trained from random, the ordinary way, to a .safetensors file."""
+    """Train a network from random weights, the ordinary way, and write them to a .safetensors file."""
     torch.manual_seed(seed)
     settings = Settings(model=network, data=(str(images),), image_size=SIZE, device="cpu")
-    data = open_data(settings)
-    model, _ = models.build(network, "none", data.classes)
-    size, total = 32, len(data.train)
+    task = open_task(settings)
+    model, _ = models.build(network, "none", task.classes)
+    size, total = 32, task.train_count
     steps = epochs * (total // size)
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
@@ -69,9 +71,9 @@ def train(network: str, images: Path, weights: Path, epochs: int = 15, seed: int
         for part in torch.randperm(total).split(size)
         if len(part) == size
     ]
-    for x, y in batches(data.train, keys, data, settings):
+    for x, y in batches(task, task.train, keys, settings):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    safetensors.torch.save_file(model.state_dict(), weights)
+    write_atomically(weights, safetensors.torch.save(model.state_dict()))

@@ -1,9 +1,8 @@
-"""A model by its name, and weights into it.  Nothing is ever downloaded."""
+"""Models by their names, and weights from files.  Nothing is ever downloaded."""
 
+import difflib
 import importlib.util
 import inspect
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,53 +12,38 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..formats.dkm_file import load
-from .settings import Problem
+from .errors import Problem
+from .own_code import load_function
 
 
 class Pixels(NamedTuple):
-    """How a model wants its images."""
+    """How a model wants its images to be normalised and resized."""
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     interpolation: str = "bilinear"
 
 
-def function(spec: str) -> Callable[..., Any] | None:
-    """FILE.py:FUNCTION -> the function; None where the text is something else."""
-    file, colon, name = spec.rpartition(":")
-    if not colon or not file.endswith(".py"):
-        return None
-    path = Path(file).resolve()
-    if not path.is_file():
-        raise Problem(f"there is no file {file}")
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # its own imports, of files beside it
-    # under the file's own name: worker processes import it again by that name
-    module = sys.modules.get(path.stem)
-    if module is None or getattr(module, "__file__", None) != str(path):
-        found = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(found)
-        sys.modules[path.stem] = module
-        try:
-            found.loader.exec_module(module)
-        except SyntaxError as error:
-            raise Problem(f"{file} is not Python: {error.msg}, line {error.lineno}") from None
-    if not callable(getattr(module, name, None)):
-        raise Problem(f"{file} has no function '{name}'")
-    return getattr(module, name)
+class Built(NamedTuple):
+    """A model, and what the user should know about how it was made."""
+
+    model: nn.Module
+    notes: list[str]
 
 
 def is_transformer(name: str) -> bool:
+    """Whether a model's name is that of a folder, as transformers writes them."""
     return Path(name).is_dir()
 
 
-def build(name: str, weights: str | None, classes: int | None) -> tuple[nn.Module, list[str]]:
-    """The model, with its weights, and what to tell the user about it.
+def build(name: str, weights: str | None, classes: int | None) -> Built:
+    """The model of this name, with its weights.
 
-    `classes` None: as many outputs as the model has by itself.  Where a name alone says which weights to take
-    (a transformers folder, a function of your own) `weights` may be None; "none" leaves it untrained.
+    `classes` is the number of outputs; None leaves as many as the model has by itself.  `weights` is a file, or "none"
+    for random ones.  It may be None where the name alone says which weights to take: a folder of transformers, or a
+    function of the user's own.
     """
-    own = function(name)
+    own = load_function(name)
     if own is not None:
         parameters = inspect.signature(own).parameters
         key = next((key for key in ("classes", "num_classes") if key in parameters), None)
@@ -74,40 +58,38 @@ def build(name: str, weights: str | None, classes: int | None) -> tuple[nn.Modul
             raise Problem(
                 f"{name} needs trained weights: give --weights FILE, or --weights none to train it from random"
             )
-    if weights not in (None, "none"):
-        fill(model, weights, classes)
-    return model, []
+    if weights is not None and weights != "none":
+        load_weights(model, weights, classes)
+    return Built(model, [])
 
 
-def outline(name: str, classes: int | None) -> nn.Module:
-    """The model without its values, for a plan."""
-    own = function(name)
+def model_without_values(name: str, classes: int | None) -> nn.Module:
+    """The model for a plan, which needs names and shapes only: where possible without memory for its values."""
+    own = load_function(name)
     if own is None and not is_transformer(name):
         with torch.device("meta"):
             return _named(name, "none", classes)
-    return build(name, "none", classes)[0]
+    return build(name, "none", classes).model
 
 
 def _named(name: str, weights: str | None, classes: int | None) -> nn.Module:
-    options = {} if classes is None else {"num_classes": classes}
+    """The model of torchvision or timm that has this name, with random values."""
+    options: dict[str, Any] = {} if classes is None else {"num_classes": classes}
     import torchvision
 
     if not name.startswith("timm/") and name in torchvision.models.list_models(torchvision.models):
         if name in ("googlenet", "inception_v3"):
-            # their second outputs serve training from random only; pretrained ones expect another normalisation
+            # Their second outputs serve training from random only.  Pretrained ones expect another normalisation.
             options |= dict(aux_logits=False, init_weights=True, transform_input=weights not in (None, "none"))
         return torchvision.models.get_model(name, weights=None, **options)
-    try:
-        import timm
-    except ImportError:
-        if name.startswith("timm/"):
-            raise Problem(f"{name} needs timm: pip install timm") from None
-        timm = None
+    timm: Any = None
+    if importlib.util.find_spec("timm"):
+        timm = importlib.import_module("timm")
+    elif name.startswith("timm/"):
+        raise Problem(f"{name} needs timm: pip install timm")
     plain = name.removeprefix("timm/")
     if timm is not None and timm.is_model(plain):
         return timm.create_model(plain, pretrained=False, **options)
-    import difflib
-
     known = [*torchvision.models.list_models(torchvision.models), *(timm.list_models() if timm else ())]
     close = difflib.get_close_matches(plain, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
@@ -117,12 +99,12 @@ def _named(name: str, weights: str | None, classes: int | None) -> nn.Module:
 
 
 def pixels(name: str) -> Pixels:
-    """timm says what each model was trained with; the others had ImageNet's mean and deviation."""
+    """How a model wants its images: what timm knows of its models; for others ImageNet's mean and deviation."""
     import torchvision
 
     plain = name.removeprefix("timm/")
-    torchvisions = not name.startswith("timm/") and name in torchvision.models.list_models(torchvision.models)
-    if torchvisions or not importlib.util.find_spec("timm"):
+    is_torchvisions = not name.startswith("timm/") and name in torchvision.models.list_models(torchvision.models)
+    if is_torchvisions or not importlib.util.find_spec("timm"):
         return Pixels()
     import timm
 
@@ -130,7 +112,8 @@ def pixels(name: str) -> Pixels:
     return Pixels() if wanted is None else Pixels(wanted.mean, wanted.std, wanted.interpolation)
 
 
-def _transformer(name: str, weights: str | None, classes: int | None) -> tuple[nn.Module, list[str]]:
+def _transformer(name: str, weights: str | None, classes: int | None) -> Built:
+    """The model in a folder of transformers, with the folder's weights unless others are given."""
     if not Path(name, "config.json").is_file():
         raise Problem(f"the folder {name} has no config.json: give a model's folder, as save_pretrained writes it")
     try:
@@ -147,8 +130,8 @@ def _transformer(name: str, weights: str | None, classes: int | None) -> tuple[n
         if weights is not None:
             model = auto.from_config(config)
             if weights != "none":
-                fill(model, weights, classes)
-            return model, []
+                load_weights(model, weights, classes)
+            return Built(model, [])
         model, found = auto.from_pretrained(
             name, config=config, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -161,12 +144,13 @@ def _transformer(name: str, weights: str | None, classes: int | None) -> tuple[n
             f"{classes} classes; give data of the classes that the model was trained on"
         )
     missing = sorted(found["missing_keys"])
-    return model, [f"not in {name}, starts from random: {', '.join(missing)}"] if missing else []
+    return Built(model, [f"not in {name}, starts from random: {', '.join(missing)}"] if missing else [])
 
 
-def fill(model: nn.Module, path: str, classes: int | None = None) -> None:
-    """Read weights into a model; it stays as it was where they do not fit.  `classes` explains a model's outputs."""
-    state = read(path)
+def load_weights(model: nn.Module, path: str, classes: int | None = None) -> None:
+    """Read a file of weights into a model.  Where they do not fit, the model stays as it was, and Problem is raised;
+    its message names `classes` where that number is what does not fit."""
+    state = read_weights(path)
     own = model.state_dict()
     extra = [key for key in state if key not in own and not key.startswith(("aux1.", "aux2.", "AuxLogits."))]
     problems = [
@@ -175,7 +159,7 @@ def fill(model: nn.Module, path: str, classes: int | None = None) -> None:
         for key, tensor in own.items()
         if key in state and state[key].shape != tensor.shape
     ]
-    # a counter that old files lack, and that nothing needs
+    # num_batches_tracked is a counter that old files lack, and that nothing here needs.
     problems += [f"the file has no {k}" for k in own if k not in state and not k.endswith("num_batches_tracked")]
     problems += [f"the model has no {key}" for key in extra]
     if problems:
@@ -184,13 +168,15 @@ def fill(model: nn.Module, path: str, classes: int | None = None) -> None:
     model.load_state_dict({key: value for key, value in state.items() if key in own}, strict=False)
 
 
-def read(path: str) -> dict[str, Tensor]:
-    """A state dict from .safetensors, .dkm, or what torch.save wrote of tensors and nothing else."""
+def read_weights(path: str) -> dict[str, Tensor]:
+    """The state dict in a .safetensors file, a .dkm file, or one that torch.save wrote and that holds only tensors."""
     file = Path(path)
     if not file.is_file():
         raise Problem(f"there is no weights file {path}")
     if file.suffix == ".dkm":
-        return load(file)
+        loaded = load(file)
+        assert isinstance(loaded, dict)
+        return loaded
     try:
         if file.suffix == ".safetensors":
             return safetensors.torch.load_file(file)
@@ -199,8 +185,8 @@ def read(path: str) -> dict[str, Tensor]:
         raise
     except SafetensorError:
         raise Problem(f"{path} is not a safetensors file, or is cut off: get it anew") from None
-    except Exception as error:  # torch.load raises what comes to hand: RuntimeError, EOFError, UnpicklingError, ...
-        if "GLOBAL" in str(error):  # it names something to call
+    except Exception as error:  # torch.load raises many kinds: RuntimeError, EOFError, UnpicklingError, ...
+        if "GLOBAL" in str(error):  # the file names something to call
             raise Problem(
                 f"{path} holds more than tensors and cannot be read safely: save the state_dict alone, "
                 "torch.save(model.state_dict(), FILE)"

@@ -1,7 +1,8 @@
-"""The settings of a run: declared once, here; the command's flags, the config files and the run folder all follow.
+"""The settings of a run, declared once: the command's flags, config files and config.toml in the run folder follow.
 
-A config file is TOML or YAML with a key for each flag, `batch-size = 64`.  Flags win over the file, the file over
-the defaults.
+A config file is TOML or YAML with a key for each flag, such as `batch-size = 64`.  A flag wins over the file, and the
+file wins over the defaults.  The clustering options take their defaults, limits and explanations from
+`dkm.clustering.options`.
 """
 
 import contextlib
@@ -17,15 +18,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..foundation.errors import DKMError
-
-
-class Problem(DKMError):
-    """What a user can put right.  The message is one sentence: what is wrong, and what to do."""
+from ..clustering import temperature
+from ..clustering.options import DKMOptions
+from ..modelling.methods import METHODS, named
+from .errors import Problem, as_problems
+from .own_code import load_function
 
 
 def _setting(default: Any, help: str, panel: str, *, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
+    """A field of Settings: `panel` is its heading in --help; a value is one of `choices`, or at least `least`."""
     return field(default=default, metadata=dict(help=help, panel=panel, choices=choices, least=least))
+
+
+def _clustering_setting(name: str) -> Any:
+    """A field of Settings that is declared in DKMOptions."""
+    declared = next(option for option in dataclasses.fields(DKMOptions) if option.name == name)
+    return field(default=declared.default, metadata=dict(declared.metadata, panel=_CLUSTERING))
 
 
 _MODEL, _TRAINING, _CLUSTERING, _DATA, _RUNNING = "Model and data", "Training", "Clustering", "Reading data", "Running"
@@ -33,7 +41,7 @@ _MODEL, _TRAINING, _CLUSTERING, _DATA, _RUNNING = "Model and data", "Training", 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a run depends on.  None: chosen from the rest, and said in the output."""
+    """Everything that a run depends on.  Where a value is None, the run chooses it from the others and prints it."""
 
     model: str | None = _setting(
         None, "a torchvision model, timm/NAME, a transformers folder, or FILE.py:FUNCTION", _MODEL
@@ -82,11 +90,11 @@ class Settings:
     )
     eval_every: int = _setting(1, "epochs from one evaluation to the next", _TRAINING, least=1)
 
-    method: str = _setting("dkm", "how to cluster while training", _CLUSTERING)
-    tau: str = _setting("auto", "auto, learn, a number, geometric:HOT:COLD, ...", _CLUSTERING)
-    eps: float = _setting(1e-4, "the iterations end when no centroid moves farther", _CLUSTERING, least=0)
-    max_iter: int = _setting(5, "iterations of a clustering, at most", _CLUSTERING, least=1)
-    gradient: str = _setting("unrolled", "", _CLUSTERING, choices=("unrolled", "last", "implicit"))
+    method: str = _setting("dkm", f"how to cluster while training; {', '.join(METHODS)}", _CLUSTERING)
+    tau: str = _clustering_setting("tau")
+    eps: float = _clustering_setting("eps")
+    max_iter: int = _clustering_setting("max_iter")
+    gradient: str = _clustering_setting("gradient")
 
     classes: int | None = _setting(None, "outputs of the model; without: the classes of the data", _DATA, least=1)
     image_size: int = _setting(224, "pixels, of the square that the model sees", _DATA, least=1)
@@ -111,23 +119,24 @@ class Settings:
 
 
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
-# What may differ when a run is resumed: it changes how, not what.
-FREE = ("workers", "checkpoint_every")
+# These change how a run is computed, not what comes out.
+CHANGEABLE_ON_RESUME = ("workers", "checkpoint_every")
 
 
 def flag(name: str) -> str:
+    """The flag of a setting: `batch_size` -> `--batch-size`."""
     return "--" + name.replace("_", "-")
 
 
 def kind(name: str) -> type:
-    """str, int, float or tuple: what a setting is, None aside."""
+    """The type of a setting: str, int, float or tuple.  That it may also be None is left out."""
     hint = FIELDS[name].type
     parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return next(typing.get_origin(part) or part for part in parts if part is not types.NoneType)
 
 
 def make(*layers: dict[str, Any]) -> Settings:
-    """Settings from dicts, later ones win; every value checked."""
+    """Settings from dicts, of which later ones win.  Every value is checked, and a wrong one raises Problem."""
     values: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
@@ -138,6 +147,25 @@ def make(*layers: dict[str, Any]) -> Settings:
                 raise Problem(f"there is no setting '{key}': {hint}")
             values[name] = _checked(name, value)
     settings = Settings(**values)
+    _check_training(settings)
+    _check_clustering(settings)
+    return settings
+
+
+def clustering_options(settings: Settings, steps: int) -> dict[str, Any]:
+    """What `compress_` takes besides the plan and the method, for a training of so many optimizer steps."""
+    return dict(
+        steps=max(1, steps),
+        tau=temperature.parse(settings.tau),
+        eps=settings.eps,
+        max_iter=settings.max_iter,
+        gradient=settings.gradient,
+        seed=settings.seed,
+    )
+
+
+def _check_training(settings: Settings) -> None:
+    """Raise Problem where settings of the training are out of their range or do not go together."""
     for name in ("label_share", "warmup", "label_smoothing"):
         if getattr(settings, name) > 1:
             raise Problem(f"{flag(name)} is a share, from 0 to 1, and not {getattr(settings, name):g}")
@@ -149,10 +177,18 @@ def make(*layers: dict[str, Any]) -> Settings:
             raise Problem(f"{flag(name)} is about a teacher: give --teacher self, or leave it out")
     if settings.seed >= 2**63:
         raise Problem(f"--seed must be less than 2^63, and not {settings.seed}")
-    return settings
+
+
+def _check_clustering(settings: Settings) -> None:
+    """Raise Problem unless the method exists and takes these options: before any data is opened."""
+    if settings.method not in METHODS and settings.model is not None:
+        load_function(settings.model)  # the user's own file may register a method
+    with as_problems():
+        named(settings.method, clustering_options(settings, steps=1))
 
 
 def _checked(name: str, value: Any) -> Any:
+    """The value of one setting, in its type; Problem where it is none that the setting may have."""
     wanted, rules = kind(name), FIELDS[name].metadata
     if value is None and FIELDS[name].default is None:
         return None
@@ -167,8 +203,9 @@ def _checked(name: str, value: Any) -> Any:
         value = "no" if name == "autocast" else "none"  # YAML reads an unquoted `no` as false
     if wanted is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):
-            value = float(value)  # text: YAML takes 1e-3 for that
-    if not isinstance(value, wanted) or isinstance(value, bool) or (wanted is float and not math.isfinite(value)):
+            value = float(value)  # YAML reads 1e-3 as text
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    if not isinstance(value, wanted) or isinstance(value, bool) or infinite:
         words = {str: "text", int: "a whole number", float: "a number"}
         raise Problem(f"{flag(name)} must be {words[wanted]}, and not {value!r}")
     if rules["choices"] and value not in rules["choices"]:
@@ -179,7 +216,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A config file, TOML or YAML by its ending."""
+    """The values in a config file; its ending tells TOML from YAML."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -206,7 +243,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def as_toml(settings: Settings) -> str:
-    """Every setting, a line each; those that are None are absent."""
+    """A line for every setting; those that are None are left out."""
     lines = []
     for name in FIELDS:
         value = getattr(settings, name)
@@ -217,7 +254,7 @@ def as_toml(settings: Settings) -> str:
 
 
 def as_command(settings: Settings) -> str:
-    """The command line that makes these settings."""
+    """The command line that gives these settings."""
     words = ["dkm", "compress"]
     for name, declared in FIELDS.items():
         value = getattr(settings, name)

@@ -53,7 +53,11 @@ class MetricOptions(Options):
 class ClusterOptions(LoopOptions, MetricOptions):
     """What `cluster` takes besides W, C and tau."""
 
-    gradient: str = option("unrolled", "what the backward pass differentiates; see `cluster`", choices=GRADIENTS)
+    gradient: str = option(
+        "unrolled",
+        "the backward pass goes through every iteration, the last one, or the fixed point",
+        choices=GRADIENTS,
+    )
     impl: str = option("auto", "how it is computed; see `cluster`", choices=IMPLEMENTATIONS)
 
 
@@ -70,7 +74,7 @@ class StartOptions(Options):
 class TemperedOptions(StartOptions):
     """What methods with a temperature take."""
 
-    tau: Any = option("auto", "auto, learn, a number or a schedule; see `dkm.temperature`")  # noqa: RUF009
+    tau: Any = option("auto", "auto, learn, a number, or a schedule such as geometric:2:0.1")  # noqa: RUF009
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -70,6 +70,14 @@ class monitor:
             self._write(record)
         return record
 
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint needs, so that `changed` is counted from the last record before it."""
+        return {"codes": dict(self._codes)}
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._codes = dict(state["codes"])
+
     def _targets(self) -> list[tuple[Owned, Clustered]]:
         targets = clustered_parameters(self.model)
         if not targets:

@@ -1,50 +1,26 @@
 """The command: what it says, and how it says that something is wrong."""
 
 import json
-import multiprocessing
-import os
-import re
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-import numpy as np
-import PIL.Image
 import pytest
 import safetensors.torch
 import torch
-from conftest import wait_for_log
 
 pytest.importorskip("typer")
-accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("accelerate")
+import accelerate
+from command_place import ORDINARY, flags, make_place
 
-from dkm.app import (  # noqa: E402
-    cli,
-    models,
-    run,
-    settings,
-)
-from dkm.formats.contents import describe  # noqa: E402
-
-NETWORK = """
-from torch import nn
-
-def network(classes=2):
-    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes)
-    return nn.Sequential(*layers)
-
-def number():
-    return 1
-
-def data():
-    import torch
-    examples = torch.utils.data.TensorDataset(torch.randn(24, 3, 8, 8), torch.arange(24) % 2)
-    return tuple(torch.utils.data.random_split(examples, [16, 8]))
-"""
+from dkm.app import cli, settings, tasks
+from dkm.app.own_code import load_function
+from dkm.app.run_folder import RunFolder
+from dkm.formats.contents import describe
+from dkm.modelling.methods import METHODS
 
 
 @pytest.fixture
@@ -52,26 +28,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to be in, with pictures, a network and its weights."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    rng = np.random.default_rng(0)
-    for i in range(20):
-        path = tmp_path / "images" / "ab"[i % 2] / f"{i:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        PIL.Image.fromarray(rng.integers(0, 255, (8, 8, 3), np.uint8)).save(path)
-    (tmp_path / "network.py").write_text(NETWORK)
-    model = models.function("network.py:network")()
-    safetensors.torch.save_file(model.state_dict(), "weights.safetensors")
+    make_place(tmp_path)
     return tmp_path
-
-
-ORDINARY = dict(
-    model="network.py:network", weights="weights.safetensors", data="images", plan="0:2, 4:2", out="run", epochs="1",
-    batch_size="6", image_size="8", resize="8", device="cpu",
-)  # fmt: skip
-
-
-def flags(**options: str | None) -> list[str]:
-    chosen = ORDINARY | options
-    return [word for name, value in chosen.items() if value is not None for word in (settings.flag(name), value)]
 
 
 def call(*arguments: str, code: int = 0) -> None:
@@ -123,7 +81,7 @@ def test_a_config_file_and_a_flag_over_it(place: Path, ending: str):
     call("compress", "--config", f"c.{ending}", "--epochs", "0")
     saved = tomllib.loads(Path("run/config.toml").read_text())
     assert (saved["seed"], saved["epochs"], saved["plan"]) == (3, 0, "0:2, 4:2")
-    assert settings.make(saved) == run.stored(Path("run"))
+    assert settings.make(saved) == RunFolder(Path("run")).read_settings()
 
 
 # --- what goes wrong -----------------------------------------------------------------------------
@@ -200,7 +158,7 @@ def test_one_sentence_and_nothing_touched(place: Path, capsys, case: str):
         Path("broken", name, "01.png").write_bytes(Path("images/a/00.png").read_bytes())
     for i, name in enumerate("ab"):
         Path("empty", name, "0.png").write_bytes(Path(f"images/{name}/0{i}.png").read_bytes())
-    five = models.function("network.py:network")(5)
+    five = load_function("network.py:network")(5)
     torch.save(five.state_dict(), "five.pth")
     torch.save(Code(), "code.pth")
     Path("cut.safetensors").write_bytes(Path("weights.safetensors").read_bytes()[:300])
@@ -214,6 +172,39 @@ def test_one_sentence_and_nothing_touched(place: Path, capsys, case: str):
     assert printed.err.startswith("dkm: ")
     assert printed.err.count("\n") == 1
     assert snapshot(place) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(method="dkn"),
+        dict(tau="warm"),
+        dict(gradient="some"),
+        dict(method="hard", gradient="implicit"),
+        dict(method="hard", tau="learn"),
+        dict(max_iter="0"),
+        dict(eps="-1"),
+    ],
+    ids=lambda options: "-".join(options.values()),
+)
+def test_a_wrong_clustering_is_found_before_data_is_opened(place: Path, capsys, monkeypatch, options: dict):
+    def opened(*args):
+        raise AssertionError("data was opened")
+
+    monkeypatch.setattr(tasks.KINDS[0], "recognizes", opened)
+    call("compress", *flags(**options), code=2)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_file_of_the_model_may_register_a_method(place: Path):
+    text = Path("network.py").read_text()
+    lines = "from dkm.modelling.methods import register", "from dkm.modelling.methods.hard import Hard", "", ""
+    Path("own.py").write_text("\n".join(lines) + '@register("own")\nclass Own(Hard):\n    pass\n' + text)
+    try:
+        call("compress", *flags(model="own.py:network", method="own"))
+    finally:
+        METHODS.pop("own", None)
+    assert json.loads(Path("run/result.json").read_text())["finished"]
 
 
 def test_a_run_is_not_overwritten(place: Path, capsys):
@@ -291,7 +282,7 @@ def bert(place: Path) -> None:
     transformers.BertTokenizerFast("bert/vocab.txt").save_pretrained("bert")
     config = transformers.BertConfig(
         vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=16, num_labels=2,
+        max_position_embeddings=16, num_labels=2, initializer_range=0.2,
     )  # fmt: skip
     transformers.BertForSequenceClassification(config).save_pretrained("bert")
     rows = [f"{a} {b}\t{'yes' if a == 'good' else 'no'}" for a in ("good", "bad") for b in words[7:] * 4]
@@ -313,12 +304,21 @@ def test_texts(capsys):
 
 
 @pytest.mark.usefixtures("bert")
+def test_a_folder_with_one_table_is_split(capsys):
+    """There is nothing else to evaluate on: a tenth of the rows of each label is held out."""
+    Path("only").mkdir()
+    Path("train.tsv").rename("only/train.tsv")
+    call("compress", *flags(**TEXTS | dict(data="only", eval_data=None), epochs="0"))
+    assert "22 texts to train on, 2 to measure with" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("bert")
 def test_texts_of_other_classes_than_the_model(capsys):
     Path("train.tsv").write_text("sentence\tlabel\ngood\t0\nbad\t1\nvery\t2\n")
     Path("dev.tsv").write_text("sentence\tlabel\ngood\t0\n")
     call("compress", *flags(**TEXTS), code=2)
-    said = capsys.readouterr().err
-    assert "the weights in bert do not fit: classifier.weight is (2, 16) there and (3, 16) in a model of 3" in said
+    printed = capsys.readouterr().err
+    assert "the weights in bert do not fit: classifier.weight is (2, 16) there and (3, 16) in a model of 3" in printed
     assert not Path("run").exists()
 
 
@@ -330,110 +330,6 @@ def test_a_head_that_is_not_in_the_folder_is_said(capsys):
     safetensors.torch.save_file(state, "bert/model.safetensors", metadata={"format": "pt"})
     call("compress", *flags(**TEXTS, epochs="0"))
     assert "not in bert, starts from random: classifier.bias, classifier.weight" in capsys.readouterr().out
-
-
-# --- two processes -------------------------------------------------------------------------------
-
-LAUNCHERS = {
-    "torchrun": "torch.distributed.run --standalone --nproc-per-node 2 -m dkm",
-    "accelerate": "accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 0 -m dkm",
-}
-LONG = dict(batch_size="4", epochs="12", checkpoint_every="0")  # 24 steps of two processes
-
-
-def launch(launcher: str, *arguments: str) -> subprocess.Popen:
-    """As a user does, in a process group of its own.  There is no GPU, and nothing says that this is for CPUs."""
-    command = [sys.executable, "-m", *LAUNCHERS[launcher].split(), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)
-
-
-def said(errors: str) -> list[str]:
-    """Our sentences.  A launcher says more, a traceback of its own among it; there is none of ours."""
-    assert not [file for file in re.findall(r'File "(.*?)"', errors) if Path(cli.__file__).parent in Path(file).parents]
-    return [line for line in errors.splitlines() if line.startswith("dkm: ")]
-
-
-def fork(*arguments: str) -> list[multiprocessing.Process]:
-    """What a launcher would start, in a fraction of the time."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-
-    def target(rank: int) -> None:
-        os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-        accelerate.state.AcceleratorState._reset_state(True)
-        cli.RANK = rank
-        cli.main(["compress", "--resume", *arguments])
-
-    processes = [multiprocessing.get_context("fork").Process(target=target, args=(rank,)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    return processes
-
-
-def codes(processes: list[multiprocessing.Process]) -> list[int]:
-    for process in processes:
-        process.join(60)
-    return [process.exitcode for process in processes]
-
-
-def test_two_processes_killed_and_resumed(place: Path):
-    assert codes(fork(*flags(**LONG, out="whole"))) == [0, 0]
-    assert json.loads(Path("whole/result.json").read_text())["steps"] == 18 // (4 * 2) * 12
-    for count in (20, 50):
-        processes = fork(*flags(**LONG))
-        wait_for_log(processes[0].is_alive, Path("run"), count)
-        for process in processes:
-            process.kill()
-        assert codes(processes) == [-signal.SIGKILL] * 2, "it ended before it was killed"
-    assert codes(fork(*flags(**LONG))) == [0, 0]
-    assert Path("run/model.dkm").read_bytes() == Path("whole/model.dkm").read_bytes()
-
-
-def test_two_processes_stopped_and_resumed(place: Path):
-    """Ctrl-C on torchrun; Accelerate's launcher, which is the same underneath, takes it to the end."""
-    assert codes(fork(*flags(**LONG, out="whole"))) == [0, 0]
-    process = launch("torchrun", "compress", *flags(**LONG, device=None))
-    wait_for_log(lambda: process.poll() is None, Path("run"), 20)
-    os.killpg(process.pid, signal.SIGINT)
-    errors = process.communicate(timeout=60)[1]
-    assert process.returncode != 0
-    assert said(errors) == ["dkm: stopped; go on with the launcher and: -m dkm compress --resume --out run"]
-    assert torch.load("run/checkpoints/last.pt", weights_only=True)["done"] < 24
-    assert not Path("run/model.dkm").exists()
-
-    process = launch("accelerate", "compress", "--resume", "--out", "run")
-    printed, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert said(errors) == []
-    assert printed.count("times smaller") == printed.count("from step") == 1  # one of them talks
-    assert {path.name for path in Path("run").iterdir()} == {path.name for path in Path("whole").iterdir()}
-    assert Path("run/model.dkm").read_bytes() == Path("whole/model.dkm").read_bytes()
-
-
-@pytest.mark.parametrize("case", ["of all", "of the second"])
-def test_a_problem_of_two_processes_is_one_sentence(place: Path, case: str):
-    Path("images/b/19.png").write_bytes(b"no picture")  # the last of the two held out, which the second one reads
-    process = launch("torchrun", "compress", *flags(data="nowhere" if case == "of all" else "images"))
-    errors = process.communicate(timeout=120)[1]
-    assert process.returncode != 0
-    sentence = "there is no folder or file nowhere" if case == "of all" else "cannot read the image images/b/19.png"
-    assert [line.startswith(f"dkm: {sentence}") for line in said(errors)] == [True], errors
-    assert not Path("run").exists()
-
-
-def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name, value in dict(TORCHELASTIC_RUN_ID="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", LOCAL_RANK="1").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    assert run._on_cpu(settings.make({"device": "cpu"}))
-    with pytest.raises(settings.Problem, match="2 processes need as many GPUs, and there are 1 here"):
-        run._on_cpu(settings.make())
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert not run._on_cpu(settings.make())
 
 
 def test_without_the_extra_it_says_what_to_install():

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from dkm.app import models
-from dkm.app.settings import Problem
+from dkm.app.errors import Problem
+from dkm.app.own_code import load_function
 
 
 @pytest.mark.parametrize("name", ["resnet18", "googlenet", "timm/resnet10t"])
@@ -21,7 +22,7 @@ def test_a_name_and_weights(tmp_path: Path, name: str):
     again, _ = models.build(name, str(file), 5)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert again.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 5)
-    assert [p.shape for p in models.outline(name, 5).parameters()] == [p.shape for p in model.parameters()]
+    assert [p.shape for p in models.model_without_values(name, 5).parameters()] == [p.shape for p in model.parameters()]
 
 
 def test_second_outputs_in_a_file_are_left_out(tmp_path: Path):
@@ -37,7 +38,7 @@ def test_second_outputs_in_a_file_are_left_out(tmp_path: Path):
 def test_state_dicts_as_people_save_them(tmp_path: Path, wrap, prefix: str):
     state = nn.Linear(2, 3).state_dict()
     torch.save(wrap({prefix + key: value for key, value in state.items()}), tmp_path / "w.pth")
-    found = models.read(str(tmp_path / "w.pth"))
+    found = models.read_weights(str(tmp_path / "w.pth"))
     assert found.keys() == state.keys()
     assert all(torch.equal(found[key], state[key]) for key in state)
 
@@ -47,7 +48,7 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was(tmp_path: Path):
     before = model.weight.detach().clone()
     torch.save({"weight": torch.zeros(3, 2), "bias": torch.zeros(4)}, tmp_path / "w.pth")
     with pytest.raises(Problem, match=r"bias is \(4,\) in the file and \(3,\) in the model of 3 classes"):
-        models.fill(model, str(tmp_path / "w.pth"), 3)
+        models.load_weights(model, str(tmp_path / "w.pth"), 3)
     assert torch.equal(model.weight, before)
 
 
@@ -65,7 +66,7 @@ def test_two_files_of_one_name_are_two(tmp_path: Path):
     for folder, width in (("a", 1), ("b", 2)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "same.py").write_text(f"def width():\n    return {width}\n")
-    assert [models.function(f"{tmp_path / folder}/same.py:width")() for folder in "ab"] == [1, 2]
+    assert [load_function(f"{tmp_path / folder}/same.py:width")() for folder in "ab"] == [1, 2]
 
 
 def test_timm_models_have_their_own_normalisation():

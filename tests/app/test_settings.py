@@ -1,12 +1,15 @@
 """Settings from flags and files, and back."""
 
+import dataclasses
 import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from dkm.app.settings import Problem, Settings, as_command, as_toml, make, read
+from dkm.app.errors import Problem
+from dkm.app.settings import FIELDS, Settings, as_command, as_toml, make, read
+from dkm.clustering.options import DKMOptions
 
 OTHERS = dict(
     model="a b.py:f",
@@ -59,9 +62,25 @@ def test_yaml(tmp_path: Path):
         ({"schedule": "step"}, "--schedule must be one of cosine, linear, constant, and not 'step'"),
         ({"batch-size": 0}, "--batch-size must be at least 1, and not 0"),
         ({"warmup": 1.5}, "--warmup is a share, from 0 to 1"),
+        ({"method": "dkn"}, "method must be one of dkm, hard, gumbel, dc, quant_noise, got 'dkn'; did you mean 'dkm'?"),
+        ({"tau": "warm"}, "tau must be auto, learn, a positive number"),
+        ({"tau": "geometric:2"}, "tau must be auto, learn, a positive number"),
+        ({"gradient": "some"}, "--gradient must be one of unrolled, last, implicit, and not 'some'"),
+        ({"method": "hard", "gradient": "last"}, 'method="hard" takes no gradient, it would change nothing'),
+        ({"method": "hard", "tau": "learn"}, 'method="hard" takes no tau, it has no temperature'),
+        ({"max-iter": 0}, "--max-iter must be at least 1, and not 0"),
+        ({"eps": -1}, "--eps must be at least 0, and not -1"),
     ],
 )
 def test_wrong_values(given: dict, sentence: str):
     with pytest.raises(Problem) as problem:
         make(given)
     assert sentence in str(problem.value)
+
+
+def test_the_clustering_options_are_those_of_the_library():
+    for option in dataclasses.fields(DKMOptions):
+        if option.name in FIELDS and option.name not in ("steps", "seed"):
+            declared = FIELDS[option.name]
+            assert declared.default == option.default
+            assert option.metadata.items() <= declared.metadata.items()

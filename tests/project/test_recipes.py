@@ -19,7 +19,7 @@ from torch import nn
 
 import dkm
 from dkm.app import cli, models, settings
-from dkm.app.data import open_data
+from dkm.app.tasks import open_task
 from experiments.mobilenet_v1 import mobilenet_v1
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +152,7 @@ def network(name: str) -> nn.Module:
 @functools.cache
 def image_network(model: str) -> nn.Module:
     with torch.device("meta"):
-        return models.outline(str(ROOT / model) if ".py:" in model else model, None)
+        return models.model_without_values(str(ROOT / model) if ".py:" in model else model, None)
 
 
 def plan_of(name: str) -> dkm.Plan:
@@ -278,6 +278,6 @@ def test_the_recipe_runs(
 @pytest.mark.parametrize("name", ["resnet18-6-8", "googlenet-8-8"])
 def test_the_recipe_opens_its_data(name: str, images: Path):
     """Recipes that are not trained here give their images the paper's size, 224 pixels."""
-    data = open_data(settings.make(settings.read(RECIPES[name]), {"data": [str(images)]}))
+    data = open_task(settings.make(settings.read(RECIPES[name]), {"data": [str(images)]}))
     assert (len(data.train), len(data.eval), data.classes) == (8, 4, 2)
     assert data.train[0][0].shape == data.eval[0][0].shape == (3, 224, 224)

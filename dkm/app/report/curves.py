@@ -1,0 +1,126 @@
+"""The charts of the page: the training, and the clustering (the paper's figures 8 and 9)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .charts import Figure, Line, Points, chart
+from .reader import Layers, Measured, Number, Run
+
+LOOKS = ("b thin", "c thin", "d thin", "e thin")  # of the tensors that have a curve of their own
+
+
+def training_figures(run: Run) -> list[Figure]:
+    """Accuracy and loss."""
+    snapped = _points(run, [(r.step, r.snapped) for r in run.evaluations])
+    soft = _points(run, [(r.step, r.soft) for r in run.evaluations])
+    accuracies = [
+        Line("train-time weights", "b", soft, _last(soft, ".2f"), marks=True),
+        Line("snapped, as in the file", "a", snapped, _last(snapped, ".2f"), marks=True),
+    ]
+    if run.before is not None and snapped:
+        end = max(snapped[-1][0], 1e-9)
+        accuracies.append(Line("before", "plain dashed", [(0, run.before), (end, run.before)], f"{run.before:.2f}"))
+    trained = _points(run, [(r.step, r.loss) for r in run.steps])
+    held = _points(run, [(r.step, r.loss) for r in run.evaluations])
+    losses = [
+        Line("training", "b", trained, _last(trained, ".3g")),
+        Line("evaluation", "a", held, _last(held, ".3g"), marks=True),
+    ]
+    values = [y for _, y in (*trained, *held)]
+    is_wide = bool(values) and min(values) > 0 and max(values) > 30 * min(values)
+    note = "Train-time weights are averages of centroids; snapped ones are each weight’s nearest centroid."
+    charts = [chart("Accuracy, %", accuracies, run.unit, note), chart("Loss", losses, run.unit, log=is_wide)]
+    return [figure for figure in charts if figure is not None]
+
+
+@dataclass(frozen=True)
+class _Quantity:
+    """A number that is measured for every clustered tensor."""
+
+    of: Callable[[Measured], Number]
+    whole: Callable[[Layers], Number]  # of the whole network
+    label: str  # of the whole network
+    form: str  # of the values in the legend
+    factor: float = 1  # 100 for percent
+
+
+def clustering_figures(run: Run) -> list[Figure]:
+    """How the clustering goes, for some tensors and for the whole network."""
+    records = [record for record in run.layers if record.tensors]
+    if len(records) < 2:
+        return []
+    names = list(records[-1].tensors)
+    is_one = len(names) == 1
+    together, average = (names[0], names[0]) if is_one else ("all layers together", "mean of all layers")
+    band = "" if is_one else " Shaded: from the lowest layer to the highest."
+
+    def iterations(measured: Measured) -> Number:
+        return measured.iterations
+
+    def tau(measured: Measured) -> Number:
+        return measured.tau
+
+    gap = _Quantity(lambda m: m.gap, lambda r: r.gap, together, ".2g", 100)
+    changed = _Quantity(lambda m: m.changed, lambda r: r.changed, together, ".2g", 100)
+    charts = [
+        chart(
+            "Snap gap, %", _lines(run, records, names, gap), run.unit,
+            "By how much snapping changes the weights: |train-time − snapped| / |train-time|." + band, log=True,
+        ),
+        chart(
+            "Iterations", _lines(run, records, names, _mean_of(iterations, average, ".3g")), run.unit,
+            "How many rounds of clustering a training step took before the centroids stood still." + band,
+            from_zero=True,
+        ),
+        chart(
+            "Codes that changed, %", _lines(run, records, names, changed), run.unit,
+            "Vectors whose nearest centroid is another one than at the record before." + band, from_zero=True,
+        ),
+        chart(
+            "Temperature", _lines(run, records, names, _mean_of(tau, average, ".2g")), run.unit,
+            "tau: how softly weights are shared between centroids." + band, log=True,
+        ),
+    ]  # fmt: skip
+    return [figure for figure in charts if figure is not None]
+
+
+def _mean_of(of: Callable[[Measured], Number], label: str, form: str) -> _Quantity:
+    """A quantity whose value for the whole network is the mean over its tensors."""
+
+    def mean(record: Layers) -> Number:
+        values = _values(record, of)
+        return sum(values) / len(values) if values else None
+
+    return _Quantity(of, mean, label, form)
+
+
+def _lines(run: Run, records: list[Layers], names: list[str], quantity: _Quantity) -> list[Line]:
+    """Up to four tensors, spread over the network, and over them the whole network with its range."""
+    factor, drawn = quantity.factor, []
+    chosen = [names[round(i * (len(names) - 1) / 3)] for i in range(4)] if len(names) > 4 else names
+    for name, look in zip(chosen, LOOKS, strict=False) if len(names) > 1 else ():
+        own = [(r.step, quantity.of(r.tensors[name]) if name in r.tensors else None) for r in records]
+        points = _points(run, own, factor)
+        drawn.append(Line(name, look, points, _last(points, quantity.form)))
+    whole = _points(run, [(r.step, quantity.whole(r)) for r in records], factor)
+    band: tuple[Points, Points] = ([], [])
+    if len(names) > 1:
+        spread = [(run.time(r.step), values) for r in records if (values := _values(r, quantity.of))]
+        band = (
+            [(x, min(values) * factor) for x, values in spread],
+            [(x, max(values) * factor) for x, values in spread],
+        )
+    return [*drawn, Line(quantity.label, "a", whole, _last(whole, quantity.form), band=band)]
+
+
+def _values(record: Layers, of: Callable[[Measured], Number]) -> list[float]:
+    return [value for value in map(of, record.tensors.values()) if value is not None]
+
+
+def _points(run: Run, values: list[tuple[int, Number]], factor: float = 1) -> Points:
+    """(step, value) pairs -> points of a curve; without those that have no value."""
+    return [(run.time(step), value * factor) for step, value in values if value is not None]
+
+
+def _last(points: Points, form: str) -> str:
+    return format(points[-1][1], form) if points else ""

@@ -1,0 +1,68 @@
+"""The top of the page: accuracy and size in large figures, and in a few sentences."""
+
+from dataclasses import dataclass
+
+from ...foundation.text import size_text
+from .reader import Run
+from .words import difference_text, ratio_text
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One of the large figures."""
+
+    title: str
+    amount: str
+    unit: str
+    more: str  # in small print below
+
+
+def tiles(run: Run) -> list[Tile]:
+    """Accuracy, size, and how many times smaller; as far as they are known."""
+    found = []
+    if run.after is not None:
+        change = "" if run.before is None else f"{difference_text(run.after - run.before)}, was {run.before:.2f} %"
+        found.append(Tile("accuracy", f"{run.after:.2f}", "%", with_hard_spaces(change)))
+    if run.size:
+        amount, unit = size_text(run.size).split()
+        found.append(Tile("size", amount, unit, f"was {size_text(run.dense_size)}" if run.dense_size else ""))
+    if run.ratio:
+        found.append(Tile("smaller", ratio_text(run.ratio), "×", f"{32 / run.ratio:.2f} bits per parameter"))
+    return found
+
+
+def state(run: Run) -> str:
+    """How far an unfinished run is."""
+    if run.finished:
+        return ""
+    if run.last_step is None:
+        return "Not trained yet."
+    where = f"epoch {run.time(run.last_step):.1f}" if run.unit == "epoch" else f"step {run.last_step:,}"
+    of = f" of {run.epochs:g}" if run.epochs and run.unit == "epoch" else ""
+    return f"Not finished: {where}{of}. The figures are the latest."
+
+
+def sentences(run: Run) -> str:
+    """What a colleague should know, in words."""
+    found = []
+    if run.ratio and run.size and run.dense_size:
+        found.append(
+            f"The file {'takes' if run.finished else 'will take about'} {size_text(run.size)}; in float32 the "
+            f"network’s parameters took {size_text(run.dense_size)}, {ratio_text(run.ratio)} times as much."
+        )
+    if run.after is not None:
+        original = "" if run.before is None else f"; the original answered {run.before:.2f} %"
+        found.append(f"The network answers {run.after:.2f} % of the evaluation examples correctly{original}.")
+        if run.untrained is not None and run.evaluations[-1].step > 0:
+            found.append(f"Clustering the same weights without training would give {run.untrained:.2f} %.")
+    if run.finished and run.paper_size and run.dense_size:
+        found.append(
+            f"As the paper counts, without the file’s names and running statistics, the size is "
+            f"{size_text(run.paper_size)}: {ratio_text(run.dense_size / run.paper_size)} times less."
+        )
+    return with_hard_spaces(" ".join(found))
+
+
+def with_hard_spaces(text: str) -> str:
+    """Keep a percent sign on the line of its number."""
+    return text.replace(" %", "\u00a0%")

@@ -1,0 +1,333 @@
+"""The files of a run folder -> a `Run`, in which every number is a finite number or None.
+
+A file may be missing, and a record may lack any of its entries: the run may still be going, may have diverged, or may
+have been written by a training loop of the user's own.
+"""
+
+import json
+import math
+import os
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ...foundation import jsonl
+from ..errors import Problem
+from ..run_folder import (
+    FILES,
+    EvalRecord,
+    HistogramRecord,
+    LayersRecord,
+    PlanFile,
+    PlanRow,
+    Result,
+    RunFolder,
+    StepRecord,
+)
+
+Number = float | None
+
+
+@dataclass(frozen=True)
+class _Logged:
+    """What all records have."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Step(_Logged):
+    """A logged training step."""
+
+    epoch: Number
+    loss: Number
+
+
+@dataclass(frozen=True)
+class Evaluation(_Logged):
+    """A logged evaluation; accuracies in percent."""
+
+    epoch: Number
+    soft: Number
+    snapped: Number
+    loss: Number
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One clustered tensor at one moment; `dkm.monitor` explains the numbers."""
+
+    iterations: Number = None
+    tau: Number = None
+    gap: Number = None
+    changed: Number = None
+    dead: Number = None
+    entropy: Number = None
+
+
+@dataclass(frozen=True)
+class Layers(_Logged):
+    """All clustered tensors at one moment, and the numbers for all of them together."""
+
+    tensors: dict[str, Measured]
+    gap: Number
+    changed: Number
+
+
+@dataclass(frozen=True)
+class Histogram(_Logged):
+    """The weights of one tensor at one moment; see `HistogramRecord`."""
+
+    name: str
+    edges: list[float]
+    counts: list[float]
+    centroids: list[float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds; what is missing is None or empty.  Lists of records are sorted by step."""
+
+    path: Path
+    config_text: str
+    model: str | None
+    epochs: Number
+    plan_text: str | None
+    rows: list[PlanRow]
+    plan_bytes: Number
+    plan_dense_bytes: Number
+    finished: bool
+    before: Number  # the accuracy of the uncompressed model, in percent
+    accuracy_after: Number  # that of the file
+    bytes_dense: Number
+    bytes_paper: Number
+    bytes_file: Number
+    seconds: Number
+    seed: str | None
+    command: str | None
+    environment: dict[str, str]
+    steps: list[Step]
+    evaluations: list[Evaluation]
+    layers: list[Layers]
+    histograms: list[Histogram]
+
+    @property
+    def name(self) -> str:
+        """What was compressed: `resnet18`, and of `folder/resnet18` or `file.py:resnet18` the same."""
+        model = self.model or self.path.resolve().name
+        return model.rstrip("/").rpartition("/")[2].rpartition(":")[2] or model
+
+    @property
+    def after(self) -> Number:
+        """The accuracy of the file; of a run still going that of the last evaluation."""
+        if self.finished:
+            return self.accuracy_after
+        return next((record.snapped for record in reversed(self.evaluations) if record.snapped is not None), None)
+
+    @property
+    def untrained(self) -> Number:
+        """The accuracy of k-means alone, before any training step."""
+        return next((record.snapped for record in self.evaluations if record.step == 0), None)
+
+    @property
+    def dense_size(self) -> Number:
+        """Bytes of the parameters in float32."""
+        return self.bytes_dense or self.plan_dense_bytes
+
+    @property
+    def paper_size(self) -> Number:
+        """Bytes as the paper counts: codes and centroids, and 16 bit for every other parameter."""
+        return self.bytes_paper or self.plan_bytes
+
+    @property
+    def size(self) -> Number:
+        """Bytes of the file; until there is one, as the paper counts."""
+        return self.bytes_file or self.paper_size
+
+    @property
+    def ratio(self) -> Number:
+        """How many times smaller the file is than the parameters in float32."""
+        return self.dense_size / self.size if self.dense_size and self.size else None
+
+    @property
+    def gap(self) -> Number:
+        """How much snapping changes the weights, at the last record."""
+        return self.layers[-1].gap if self.layers else None
+
+    @property
+    def last_step(self) -> int | None:
+        """The latest step that was logged."""
+        lists: tuple[Sequence[_Logged], ...] = (self.steps, self.evaluations, self.layers)
+        return max((record.step for records in lists for record in records), default=None)
+
+    def time(self, step: int) -> float:
+        """Where a step stands in the training: its epoch, where epochs are known, otherwise its number."""
+        return step * self.epochs_per_step if self.epochs_per_step else step
+
+    @property
+    def unit(self) -> str:
+        """What `time` counts."""
+        return "epoch" if self.epochs_per_step else "step"
+
+    @property
+    def epochs_per_step(self) -> float:
+        """0 where epochs are not known."""
+        known = [r.epoch / r.step for r in self.steps if r.step and r.epoch]
+        known += [r.epoch / r.step for r in self.evaluations if r.step and r.epoch]
+        return known[-1] if known else 0.0
+
+
+def read(path: str | os.PathLike) -> Run:
+    """Read a run folder.  Raises Problem where there is none, or where a file in it is not what it should be."""
+    folder = RunFolder(Path(path))
+    if not folder.path.is_dir():
+        raise Problem(f"there is no run folder {folder.path}: name one that dkm compress wrote")
+    if not any((folder.path / name).exists() for name in FILES):
+        raise Problem(f"{folder.path} is not a run folder: it has none of {', '.join(FILES)}")
+    config_text = _text(folder.config)
+    config = _config(folder.config, config_text)
+    plan, result = cast(PlanFile, _json(folder.plan)), cast(Result, _json(folder.result))
+    log = _log(folder.log)
+    command, seed = result.get("command") or config.get("command"), result.get("seed")
+    model, plan_text = config.get("model"), plan.get("text")
+    return Run(
+        path=folder.path,
+        config_text=config_text,
+        model=str(model) if model else None,
+        epochs=number(config.get("epochs")),
+        plan_text=str(plan_text) if plan_text else None,
+        rows=[_row(row) for row in plan.get("rows") or [] if isinstance(row, dict)],
+        plan_bytes=number(plan.get("bytes")),
+        plan_dense_bytes=number(plan.get("dense_bytes")),
+        finished=bool(result.get("finished")),
+        before=number(result.get("accuracy_before")),
+        accuracy_after=number(result.get("accuracy_after")),
+        bytes_dense=number(result.get("bytes_dense")),
+        bytes_paper=number(result.get("bytes_paper")),
+        bytes_file=number(result.get("bytes_file")),
+        seconds=number(result.get("seconds")),
+        seed=None if seed is None else str(seed),
+        command=" ".join(map(str, command)) if isinstance(command, list) else str(command) if command else None,
+        environment=_environment(result.get("environment")),
+        steps=[_step(cast(StepRecord, record)) for record in log["step"]],
+        evaluations=[_evaluation(cast(EvalRecord, record)) for record in log["eval"]],
+        layers=[_layers(cast(LayersRecord, record)) for record in log["layers"]],
+        histograms=[h for record in log["histogram"] if (h := _histogram(cast(HistogramRecord, record)))],
+    )
+
+
+def number(value: Any) -> Number:
+    """The value where it is a finite number, otherwise None."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_real and math.isfinite(value) else None
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _config(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise Problem(f"{path} is not TOML: {error}") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_text(path) or "{}")
+    except ValueError as error:
+        raise Problem(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise Problem(f"{path} should hold a JSON object, and holds {type(found).__name__}")
+    return found
+
+
+def _log(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The kind of records -> those of them that have a step, sorted by it."""
+    try:
+        records = jsonl.read(path)
+    except ValueError as error:
+        raise Problem(str(error)) from None
+    kinds: dict[str, dict[tuple[int, str], dict[str, Any]]] = {k: {} for k in ("step", "eval", "layers", "histogram")}
+    for record in records:
+        # A step that was repeated after a crash counts once, and the last time is the one that counts.
+        if record.get("kind") in kinds and isinstance(record.get("step"), int):
+            kinds[record["kind"]][record["step"], str(record.get("name"))] = record
+    return {kind: sorted(found.values(), key=lambda record: record["step"]) for kind, found in kinds.items()}
+
+
+# --- entries -------------------------------------------------------------------------------------
+
+
+def _row(row: PlanRow) -> PlanRow:
+    bits, dim, shape = number(row.get("bits")), number(row.get("dim")), row.get("shape")
+    return PlanRow(
+        name=str(row.get("name")),
+        shape=[int(size) for size in shape if number(size) is not None] if isinstance(shape, list) else [],
+        bits=None if bits is None else int(bits),
+        dim=int(dim or 1),
+        reason=str(row.get("reason") or ""),
+        bytes=int(number(row.get("bytes")) or 0),
+    )
+
+
+def _environment(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict):
+        return {"environment": str(found)} if found else {}
+    return {str(key): str(value) for key, value in found.items()}
+
+
+def _step(record: StepRecord) -> Step:
+    return Step(record["step"], number(record.get("epoch")), number(record.get("loss")))
+
+
+def _evaluation(record: EvalRecord) -> Evaluation:
+    return Evaluation(
+        record["step"],
+        epoch=number(record.get("epoch")),
+        soft=number(record.get("soft")),
+        snapped=number(record.get("snapped")),
+        loss=number(record.get("loss")),
+    )
+
+
+def _layers(record: LayersRecord) -> Layers:
+    tensors, total = record.get("tensors"), record.get("total")
+    measured = {
+        str(name): Measured(
+            iterations=number(numbers.get("iterations")),
+            tau=number(numbers.get("tau")),
+            gap=number(numbers.get("gap")),
+            changed=number(numbers.get("changed")),
+            dead=number(numbers.get("dead")),
+            entropy=number(numbers.get("entropy")),
+        )
+        for name, numbers in (tensors.items() if isinstance(tensors, dict) else ())
+        if isinstance(numbers, dict)
+    }
+    gap = number(total.get("gap")) if isinstance(total, dict) else None
+    changed = number(total.get("changed")) if isinstance(total, dict) else None
+    return Layers(record["step"], measured, gap, changed)
+
+
+def _histogram(record: HistogramRecord) -> Histogram | None:
+    """None where the record cannot be drawn."""
+    edges, counts, centroids = _numbers(record.get("edges")), _numbers(record.get("counts")), record.get("centroids")
+    places = _numbers(centroids)
+    if edges is None or counts is None or places is None or len(edges) != len(counts) + 1 or not counts:
+        return None
+    return Histogram(record["step"], str(record.get("name")), edges, counts, places)
+
+
+def _numbers(values: Any) -> list[float] | None:
+    """The list where it holds finite numbers only, otherwise None."""
+    if not isinstance(values, list):
+        return None
+    found = [value for value in map(number, values) if value is not None]
+    return found if len(found) == len(values) else None

@@ -1,0 +1,45 @@
+"""The run in a few lines of text."""
+
+import os
+
+from ...foundation.text import size_text
+from .reader import Run, read
+from .words import duration_text, percent_text, ratio_text
+
+WIDTH = 80
+
+
+def summary(path: str | os.PathLike) -> str:
+    """A run folder in a few lines of at most 80 columns."""
+    run = read(path)
+    lines = [f"{run.name}, {run.plan_text}" if run.plan_text else run.name]
+    lines += [_accuracy(run), _size(run), _training(run), "" if run.finished else "  not finished"]
+    shown = [line.rstrip() for line in lines if line]
+    return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in shown)
+
+
+def _accuracy(run: Run) -> str:
+    if run.after is None:
+        return ""
+    more = [] if run.before is None else [f"was {run.before:.2f} %", f"{run.after - run.before:+.2f}"]
+    more += [] if run.untrained is None else [f"k-means alone {run.untrained:.2f}"]
+    return f"  accuracy  {f'{run.after:.2f} %':<14}" + ", ".join(more)
+
+
+def _size(run: Run) -> str:
+    if not run.size:
+        return ""
+    more = []
+    if run.dense_size and run.ratio:
+        more = [f"was {size_text(run.dense_size)}", f"{ratio_text(run.ratio)}x smaller"]
+    if run.finished and run.paper_size:
+        more.append(f"paper's count {size_text(run.paper_size)}")
+    return f"  size      {size_text(run.size):<14}" + ", ".join(more)
+
+
+def _training(run: Run) -> str:
+    if run.last_step is None:
+        return ""
+    more = [] if run.seconds is None else [f"in {duration_text(run.seconds)}"]
+    more += [] if run.gap is None else [f"snapping changes weights by {percent_text(run.gap)}"]
+    return f"  trained   {f'{run.last_step:,} steps':<14}" + ", ".join(more)

@@ -1,0 +1,25 @@
+"""A whole run: a trained model, data and settings -> a folder with the compressed file and how it came about.
+
+    preparation    settings from flags and files, and whether there is a run to resume
+    compression    `compress`, the whole run from its settings to its result
+    stage          where to compute and on what: the device, the processes, the data
+    order          which examples each step sees
+    training       the training loop
+    training_step  one step of the optimizer
+    optimizer      the optimizer and its learning rate
+    evaluation     the accuracy of a model, and of a clustered model in training
+    stopping       Ctrl-C and SIGTERM, and how several processes agree to stop
+    listener       whoever shows what happens, such as the terminal
+
+Everything random is drawn from a seed that is computed from the settings' seed and the step.  So a checkpoint needs no
+random state, and a run that was killed and resumed ends in the same bytes.
+"""
+
+from .compression import compress
+from .evaluation import evaluate
+from .listener import Listener
+from .preparation import prepare
+from .stage import Stage, open_stage
+from .stopping import Stopped
+
+__all__ = ["Listener", "Stage", "Stopped", "compress", "evaluate", "open_stage", "prepare"]

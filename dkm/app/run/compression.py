@@ -1,0 +1,195 @@
+"""`compress`: a whole run, from its settings to its result."""
+
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import __version__
+from ...compress import compress_
+from ...formats.dkm_file import load, save
+from ...plans.language import parse_size
+from ...plans.plan import plan as make_plan
+from ...plans.rows import Plan
+from ...training.distill import divergence, teacher
+from .. import report
+from ..errors import Problem, as_problems
+from ..run_folder import Checkpoint, Result, RunFolder, plan_file
+from ..settings import Settings, as_command, clustering_options
+from .evaluation import evaluate
+from .listener import Listener
+from .stage import Stage, open_stage
+from .stopping import stop_requests
+from .training import Training
+
+MEASURED = 256  # examples on which the cost of clustering each layer is measured, for a plan of a given size
+
+
+def compress(settings: Settings, listener: Listener | None = None, *, resume: bool = False) -> Result:
+    """Make the whole run and return what result.json holds.
+
+    With `resume` the folder is there and the run goes on from its last checkpoint.  Raises Problem for what the user
+    can put right, and Stopped after SIGINT or SIGTERM, with a checkpoint written.
+    """
+    run = _Run(settings, listener or Listener(), resume)
+    with stop_requests() as requested:
+        run.stage.stop_requested = requested
+        training = run.start()
+        try:
+            training.run()
+        except Problem:
+            if not resume and run.is_main_process and not run.folder.checkpoint.exists():
+                run.folder.remove()  # this run has made it, and there is nothing in it to go on with
+            raise
+    return run.finish(training)
+
+
+class _Run:
+    """The parts of a run that `compress` puts together; opening it checks everything that can be checked at once."""
+
+    def __init__(self, settings: Settings, listener: Listener, resume: bool):
+        self.started = time.perf_counter()
+        self.settings, self.listener, self.resume = settings, listener, resume
+        if settings.plan is None and settings.target_size is None:
+            raise Problem("how small? give --plan 'cv:4/4, fc:8/4', or --target-size 1.0MB")
+        if settings.out is None:
+            raise Problem("where to? give --out FOLDER")
+        self.folder = RunFolder(Path(settings.out))
+        self.stage, self.model = open_stage(settings, listener)
+        self.is_main_process = self.stage.accelerator.is_main_process
+        self.order = self.stage.make_order()
+        self.steps = settings.epochs * self.order.steps_per_epoch
+        self.text = self.folder.read_plan()["text"] if resume else settings.plan
+        self.plan = self._known_plan()
+        self.checkpoint = self._read_checkpoint() if resume else None
+        self.before = 0.0  # accuracy of the uncompressed model
+
+    def _known_plan(self) -> Plan | None:
+        """The plan, unless one has yet to be chosen for a size."""
+        plan = None
+        with as_problems():
+            if self.settings.target_size is not None:
+                parse_size(self.settings.target_size)
+            if self.resume or self.settings.target_size is None:
+                plan = make_plan(self.model, self.text)
+        if plan is not None and not plan.clustered:
+            raise Problem(f"the plan '{self.text}' clusters nothing: give a layer bits, as in 'cv:4/4'")
+        return plan
+
+    def _read_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint to go on from, if there is one; Problem where it is from another training."""
+        if self.is_main_process:
+            self.folder.remove_unfinished_files()
+        state, processes = self.folder.read_checkpoint(), self.stage.accelerator.num_processes
+        if state is not None and (state["steps"], state["world"]) != (self.steps, processes):
+            raise Problem(
+                f"{self.folder.checkpoint} is from a run of {state['steps']} steps on {state['world']} processes, and "
+                f"this would be {self.steps} on {processes}: the data or the launcher have changed"
+            )
+        return state
+
+    def start(self) -> Training:
+        """Measure the uncompressed model, cluster it, make the folder; returns the training, ready to run."""
+        settings, model, checkpoint = self.settings, self.model.eval(), self.checkpoint
+        if checkpoint is None:
+            self.before = evaluate(self.stage, model).accuracy
+            self.listener.measured_before(self.before, self.stage.task)
+        else:
+            self.before = checkpoint["before"]
+        if self.plan is None:
+            self.listener.note(f"choosing bits and dim for {settings.target_size} by what each costs the loss ...")
+            self.plan = _plan_for_size(self.stage, model)
+            self.text = self.plan.text
+        uncompressed = teacher(model) if settings.teacher == "self" else None
+        with as_problems():
+            compress_(model, self.plan, method=settings.method, **clustering_options(settings, self.steps))
+        self.listener.planned(self.plan)
+        if not self.resume and self.is_main_process:
+            self.folder.create(settings, plan_file(self.plan, self.text or ""))
+        training = Training(
+            self.stage,
+            model,
+            uncompressed,
+            folder=self.folder,
+            order=self.order,
+            steps=self.steps,
+            before=self.before,
+            started=self.started,
+            listener=self.listener,
+        )
+        if checkpoint is not None:
+            training.restore(checkpoint)
+        return training
+
+    def finish(self, training: Training) -> Result:
+        """Write the file, measure it, and write the result and the report."""
+        accelerator, file = self.stage.accelerator, self.folder.model
+        if self.is_main_process:
+            with as_problems():  # FileError: the training diverged, or the disk is full
+                save(self.model, file)
+        accelerator.wait_for_everyone()
+        fresh = self.stage.build_model().model
+        load(file, into=fresh)
+        after = evaluate(self.stage, fresh.to(accelerator.device).eval()).accuracy
+        if self.is_main_process:
+            result = self._result(after, training.elapsed())
+            self.folder.write_result(result)
+            report.write(self.folder.path)
+            self.listener.finished(result)
+        accelerator.wait_for_everyone()
+        written = self.folder.read_result()
+        assert written is not None  # by the first process
+        return written
+
+    def _result(self, after: float, seconds: float) -> Result:
+        assert self.plan is not None  # since `start`
+        dense, file_bytes = 4 * self.plan.parameters, self.folder.model.stat().st_size
+        return Result(
+            accuracy_before=self.before,
+            accuracy_after=after,
+            bytes_dense=dense,
+            bytes_paper=self.plan.bytes,
+            bytes_file=file_bytes,
+            ratio=dense / file_bytes,
+            seconds=seconds,
+            steps=self.steps,
+            command=as_command(self.settings),
+            seed=self.settings.seed,
+            finished=True,
+            environment=_environment(self.stage.accelerator),
+        )
+
+
+def _plan_for_size(stage: Stage, model: nn.Module) -> Plan:
+    """The plan of the wanted size that costs least, measured on a few batches."""
+    from accelerate.utils import broadcast_object_list
+
+    settings, task = stage.settings, stage.task
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        args, kwargs, _ = task.split(batch)
+        with stage.accelerator.autocast():
+            return task.logits(model(*args, **kwargs)).float()
+
+    loss = divergence(model, stage.sample(MEASURED), forward=forward)
+    with as_problems():
+        plan = make_plan(model, settings.plan, size=settings.target_size, loss=loss, seed=settings.seed)
+    if stage.accelerator.num_processes > 1:  # devices round differently, and all processes need the same plan
+        plan = make_plan(model, broadcast_object_list([plan.text])[0])
+    return plan
+
+
+def _environment(accelerator: Any) -> dict[str, str]:
+    """What the figures may depend on, and nothing that tells whose machine it was."""
+    device, processes = accelerator.device, accelerator.num_processes
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "dkm": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": f"{processes} x {name}" if processes > 1 else name,
+        "system": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
+    }

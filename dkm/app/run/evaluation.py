@@ -1,0 +1,138 @@
+"""Evaluation: of any model, and of a clustered model while it trains."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+
+from ...clustering.vectors import to_vectors
+from ...modelling.parameters import parameters
+from ...training.batchnorm import recalibrate_
+from ..run_folder import HistogramRecord
+from ..tasks.batches import batches
+from ..tasks.metrics import Score
+from .stage import Stage
+from .stopping import Stopped
+
+BINS = 60  # of a histogram
+
+
+@torch.no_grad()
+def evaluate(stage: Stage, model: nn.Module) -> Score:
+    """The score of a model on all evaluation examples, over all processes.  Leaves the model's modes as they are."""
+    accelerator, task = stage.accelerator, stage.task
+    mine = range(accelerator.process_index, task.eval_count, accelerator.num_processes)
+    keys = [[(0, i) for i in mine[at : at + stage.batch_size]] for at in range(0, len(mine), stage.batch_size)]
+    metric = task.metric(accelerator.device)
+    stopped = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
+    with parametrize.cached(), accelerator.autocast():  # the weights do not change: cluster them once
+        for batch in batches(task, task.eval, keys, stage.settings):
+            if stage.check_for_stop():
+                stopped.fill_(1)
+                break
+            args, kwargs, labels = task.split(stage.move(batch))
+            metric.add(task.logits(model(*args, **kwargs)).float(), labels)
+    *sums, stops = accelerator.reduce(torch.cat([metric.sums, stopped])).tolist()
+    if stops:
+        raise Stopped
+    return metric.score(sums)
+
+
+@dataclass(frozen=True)
+class ClusteredScores:
+    """The scores of a clustered model, each with batch-norm statistics of its own."""
+
+    train_time: Score | None  # None before the first training step
+    snapped: Score
+
+
+def evaluate_clustered(stage: Stage, model: nn.Module, *, trained: bool, keep_statistics: bool) -> ClusteredScores:
+    """Evaluate with train-time weights, if the model was `trained`, and with snapped ones.
+
+    Changes nothing, unless `keep_statistics`: then the batch norms have those of the snapped model afterwards.
+    """
+    statistics = _BatchNormStatistics(model)
+    model.eval()
+    train_time = None
+    if trained:  # first: reading them moves the centroids on to the present weights, which the rest must see as well
+        with parametrize.cached():
+            read_train_time_weights(model)
+            train_time = _evaluate_recalibrated(stage, model, statistics)
+        statistics.restore()
+    snapped = _evaluate_recalibrated(stage, model, statistics)
+    if not keep_statistics:
+        statistics.restore()
+    return ClusteredScores(train_time, snapped)
+
+
+def _evaluate_recalibrated(stage: Stage, model: nn.Module, statistics: "_BatchNormStatistics") -> Score:
+    if statistics.saved and stage.settings.recalibrate:
+        recalibrate(stage, model)
+    return evaluate(stage, model)
+
+
+def recalibrate(stage: Stage, model: nn.Module) -> None:
+    """Re-estimate the batch-norm statistics of the model, with the weights that it computes with."""
+
+    def forward(model: nn.Module, batch: Any) -> None:
+        args, kwargs, _ = stage.task.split(batch)
+        model(*args, **kwargs)
+
+    with parametrize.cached(), stage.accelerator.autocast():
+        # The sample is augmented: on the very images that the model has learned by heart, its activations differ from
+        # those on other images.
+        recalibrate_(model, stage.sample(stage.settings.recalibrate), forward=forward)
+
+
+@torch.no_grad()
+def read_train_time_weights(model: nn.Module) -> None:
+    """Fill the cache of `parametrize.cached()` with train-time weights.  Until the cache is closed the model computes
+    with these, whatever mode it is in."""
+    chains = [module for module in model.modules() if isinstance(module, parametrize.ParametrizationList)]
+    for chain in chains:
+        chain.train()
+    for owned in parameters(model):
+        for module, attribute in owned.owners if owned.clustered is not None else ():
+            getattr(module, attribute)
+    for chain in chains:
+        chain.eval()
+
+
+def histograms(model: nn.Module, step: int) -> list[HistogramRecord]:
+    """The first, the largest and the last clustered tensor: their weights, or the first weight of each vector."""
+    targets = [(owned, owned.clustered) for owned in parameters(model) if owned.clustered is not None]
+    largest = max(targets, key=lambda target: target[0].tensor.numel())
+    chosen = {owned.name: (owned, clustered) for owned, clustered in (targets[0], largest, targets[-1])}
+    records = []
+    for name, (owned, clustered) in chosen.items():
+        values = to_vectors(owned.tensor.detach(), clustered.dim)[:, 0].float().cpu()
+        counts, edges = torch.histogram(values, BINS)
+        record = HistogramRecord(
+            kind="histogram",
+            step=step,
+            name=name,
+            edges=edges.tolist(),
+            counts=counts.int().tolist(),
+            centroids=clustered.C.detach()[:, 0].float().tolist(),
+        )
+        records.append(record)
+    return records
+
+
+class _BatchNormStatistics:
+    """A copy of the running statistics of all batch norms."""
+
+    def __init__(self, model: nn.Module):
+        self.saved: list[tuple[nn.Module, dict[str, Tensor]]] = [
+            (module, {name: value.clone() for name, value in module.named_buffers()})
+            for module in model.modules()
+            if isinstance(module, _BatchNorm) and module.track_running_stats
+        ]
+
+    def restore(self) -> None:
+        for module, buffers in self.saved:
+            for name, value in buffers.items():
+                module.get_buffer(name).copy_(value)

@@ -1,0 +1,33 @@
+"""Whoever wants to know what happens in a run."""
+
+from ...plans.rows import Plan
+from ..run_folder import EvalRecord, Result, StepRecord
+from ..tasks import Task
+
+
+class Listener:
+    """Gets a call for everything that happens, and does nothing; subclasses show what they want to show."""
+
+    def note(self, text: str) -> None:
+        """A line of text for the user."""
+
+    def measured_before(self, accuracy: float, task: Task) -> None:
+        """The uncompressed model was evaluated; in percent."""
+
+    def planned(self, plan: Plan) -> None:
+        """It is decided what becomes of each tensor."""
+
+    def training_begins(self, done: int, steps: int, steps_per_epoch: int, lr: float) -> None:
+        """The training starts or, with some steps done, goes on; `lr` is the highest learning rate."""
+
+    def stepped(self, record: StepRecord) -> None:
+        """A step was logged."""
+
+    def evaluation_begins(self) -> None:
+        """The model in training is being evaluated, which may take a while."""
+
+    def evaluated(self, record: EvalRecord) -> None:
+        """An evaluation was logged."""
+
+    def finished(self, result: Result) -> None:
+        """The file is written."""

@@ -1,0 +1,161 @@
+"""The files of a run folder, each written whole or not at all.
+
+config.toml     the settings, all of them
+plan.json       what becomes of each tensor
+log.jsonl       a line for each logged step, evaluation, look at the layers, and histogram
+checkpoints/    last.pt, to resume from
+model.dkm       the result
+result.json     its figures
+report.html     all of it, to look at
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from ...foundation import jsonl
+from ...foundation.atomic import Writer, write_atomically
+from ..errors import Problem, reason_of
+from ..settings import Settings, as_toml, make, read
+from .schema import Checkpoint, PlanFile, Record, Result
+
+FILES = ("config.toml", "plan.json", "log.jsonl", "result.json")  # what a report is made from
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder at `path`, which need not exist yet."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The settings."""
+        return self.path / "config.toml"
+
+    @property
+    def plan(self) -> Path:
+        """What becomes of each tensor."""
+        return self.path / "plan.json"
+
+    @property
+    def log(self) -> Path:
+        """A line for each record; see `schema`."""
+        return self.path / "log.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The last checkpoint."""
+        return self.path / "checkpoints" / "last.pt"
+
+    @property
+    def model(self) -> Path:
+        """The compressed file."""
+        return self.path / "model.dkm"
+
+    @property
+    def result(self) -> Path:
+        """The figures; there once the run is finished."""
+        return self.path / "result.json"
+
+    @property
+    def report(self) -> Path:
+        """The page."""
+        return self.path / "report.html"
+
+    # --- reading
+
+    def is_run(self) -> bool:
+        """Whether there is a run in the folder, begun or finished."""
+        return self.config.is_file()
+
+    def read_settings(self) -> Settings:
+        """The settings that the run was started with; Problem where there is no run."""
+        if not self.is_run():
+            raise Problem(f"{self.path} is not the folder of a run: it has no config.toml")
+        return make(read(self.config))
+
+    def read_plan(self) -> PlanFile:
+        """plan.json, which every run has from its beginning."""
+        return cast(PlanFile, json.loads(self.plan.read_text(encoding="utf-8")))
+
+    def read_result(self) -> Result | None:
+        """The figures of the run; None until it is finished."""
+        return cast(Result, json.loads(self.result.read_text(encoding="utf-8"))) if self.result.is_file() else None
+
+    def read_checkpoint(self) -> Checkpoint | None:
+        """The last checkpoint; None where there is none yet."""
+        if not self.checkpoint.is_file():
+            return None
+        try:
+            return cast(Checkpoint, torch.load(self.checkpoint, map_location="cpu", weights_only=True))
+        except Exception as error:  # torch.load raises many kinds of them
+            raise Problem(f"cannot read the checkpoint {self.checkpoint}: {str(error).splitlines()[0]}") from None
+
+    # --- writing
+
+    def create(self, settings: Settings, plan: PlanFile) -> None:
+        """Make the folder with its first files: whole, or not at all.  An empty folder may be there already."""
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed at this very moment
+        try:
+            (partial / "checkpoints").mkdir(parents=True)
+            write_atomically(partial / self.config.name, as_toml(settings))
+            write_atomically(partial / self.plan.name, json.dumps(plan, indent=1) + "\n")
+            os.rename(partial, self.path)
+        except OSError as error:
+            raise Problem(f"cannot make the folder {self.path}: {reason_of(error)}") from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def append(self, record: Record) -> None:
+        """Add a line to the log."""
+        try:
+            jsonl.append(self.log, dict(record))
+        except OSError as error:
+            raise Problem(f"cannot write {self.log}: {reason_of(error)}") from None
+
+    def keep_log_lines(self, count: int) -> None:
+        """Remove what was logged after the first `count` lines."""
+        if self.log.exists():
+            jsonl.keep(self.log, count)
+
+    def write_plan(self, plan: PlanFile) -> None:
+        """Write plan.json."""
+        _write(self.plan, json.dumps(plan, indent=1) + "\n")
+
+    def write_result(self, result: Result) -> None:
+        """Write result.json, which says that the run is finished."""
+        _write(self.result, json.dumps(result, indent=2) + "\n")
+
+    def write_checkpoint(self, state: Checkpoint) -> None:
+        """Replace the last checkpoint."""
+        try:
+            write_atomically(self.checkpoint, lambda stream: torch.save(state, stream))
+        except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
+            reason = getattr(error, "strerror", None) or "the disk may be full"
+            raise Problem(
+                f"cannot write {self.checkpoint}: {reason}; the checkpoint before it is whole, --resume"
+            ) from None
+
+    def remove_unfinished_files(self) -> None:
+        """Remove what a run that was killed while it wrote has left behind."""
+        for folder in (self.path, self.checkpoint.parent):
+            for file in folder.glob(".*.partial"):
+                file.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the folder and all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _write(path: Path, content: str | bytes | Writer) -> None:
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise Problem(f"cannot write {path}: {reason_of(error)}") from None

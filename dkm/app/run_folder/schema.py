@@ -1,0 +1,158 @@
+"""What the files of a run folder hold.
+
+All accuracies are in percent, all sizes in bytes, all times in seconds.  A number that may be None is null in the file
+where it does not exist, or where it is not finite because the training diverged.
+"""
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from torch import Tensor
+
+from ...plans.rows import Plan
+
+# --- plan.json -----------------------------------------------------------------------------------
+
+
+class PlanRow(TypedDict):
+    """What becomes of one tensor."""
+
+    name: str
+    shape: list[int]
+    bits: int | None  # None: the tensor is not clustered
+    dim: int
+    reason: str
+    bytes: int  # as the paper counts
+
+
+class PlanFile(TypedDict):
+    """plan.json."""
+
+    text: str  # the plan as the user gave it, or as it was chosen for a size
+    rows: list[PlanRow]
+    bytes: int  # of all tensors, as the paper counts
+    dense_bytes: int  # of all tensors in float32
+
+
+def plan_file(plan: Plan, text: str) -> PlanFile:
+    """The contents of plan.json for a plan that was made from this text."""
+    rows = [
+        PlanRow(
+            name=row.name,
+            shape=list(row.shape),
+            bits=row.bits,
+            dim=row.dim,
+            reason=row.why,
+            bytes=row.stored_bytes,
+        )
+        for row in plan.rows
+    ]
+    return PlanFile(text=text, rows=rows, bytes=plan.bytes, dense_bytes=4 * plan.parameters)
+
+
+# --- log.jsonl -----------------------------------------------------------------------------------
+
+
+class StepRecord(TypedDict):
+    """An optimizer step; not every step has one."""
+
+    kind: Literal["step"]
+    step: int  # optimizer steps done, this one included
+    epoch: float
+    loss: float | None
+    lr: NotRequired[float]
+    per_second: NotRequired[float]  # training examples
+
+
+class EvalRecord(TypedDict):
+    """An evaluation."""
+
+    kind: Literal["eval"]
+    step: int
+    epoch: float
+    soft: float | None  # accuracy with train-time weights; None before the first step
+    snapped: float | None  # accuracy with snapped weights
+    loss: NotRequired[float | None]  # of the snapped weights
+
+
+class TensorNumbers(TypedDict):
+    """One clustered tensor, measured by `dkm.monitor`, which explains the numbers."""
+
+    iterations: int
+    tau: float | None
+    gap: float | None
+    changed: float | None
+    dead: int
+    entropy: float | None
+    code_bytes: int
+    ideal_bytes: float
+
+
+class TotalNumbers(TypedDict):
+    """All clustered tensors together."""
+
+    gap: float | None
+    changed: float | None
+    dead: int
+    code_bytes: int
+    ideal_bytes: float
+
+
+class LayersRecord(TypedDict):
+    """All clustered tensors at one moment."""
+
+    kind: Literal["layers"]
+    step: int
+    tensors: dict[str, TensorNumbers]
+    total: TotalNumbers
+
+
+class HistogramRecord(TypedDict):
+    """The weights of one tensor at one moment; where vectors are clustered, the first weight of each."""
+
+    kind: Literal["histogram"]
+    step: int
+    name: str
+    edges: list[float]  # one more than counts
+    counts: list[float]
+    centroids: list[float]  # always in the same order, so that each can be followed through time
+
+
+Record = StepRecord | EvalRecord | LayersRecord | HistogramRecord
+
+# --- result.json ---------------------------------------------------------------------------------
+
+
+class Result(TypedDict):
+    """result.json: the figures of a finished run."""
+
+    accuracy_before: float
+    accuracy_after: float  # of the file, read back
+    bytes_dense: int  # of the parameters in float32
+    bytes_paper: int  # of the compressed parameters, as the paper counts
+    bytes_file: int
+    ratio: float  # bytes_dense / bytes_file
+    seconds: float  # of work, those before an interruption included
+    steps: int
+    command: str  # the command line that repeats the run
+    seed: int
+    finished: bool
+    environment: dict[str, str]
+
+
+# --- checkpoints/last.pt -------------------------------------------------------------------------
+
+
+class Checkpoint(TypedDict):
+    """What a run needs to go on.  There is no random state: every seed is computed from the settings and the step."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any] | None  # of float16 gradients
+    codes: dict[str, Tensor]  # of the monitor's last record, from which it counts what has changed
+    done: int  # optimizer steps
+    evaluated: int  # the step of the last evaluation; -1 before the first
+    lines: int  # of log.jsonl: the lines after these belong to steps that are done again
+    before: float  # the accuracy of the uncompressed model
+    seconds: float  # of work until here
+    steps: int  # optimizer steps of the whole run
+    world: int  # processes

@@ -1,0 +1,131 @@
+"""What a run looks like in a terminal, or in the file that the output goes to."""
+
+import textwrap
+import time
+from types import TracebackType
+from typing import Self
+
+import rich.console
+import rich.progress
+
+from ..foundation.text import clock_text, size_text
+from ..plans.rows import Plan
+from .processes import rank
+from .run import Listener
+from .run_folder import EvalRecord, Result, RunFolder, StepRecord
+from .settings import Settings, as_toml
+from .tasks import Task
+
+LINES = 20  # of steps, over the whole training, where the output is not a terminal
+
+
+class Screen(Listener):
+    """Shows a run: progress as a bar in a terminal, elsewhere as lines.  Of several processes only the first one
+    prints."""
+
+    def __init__(self, folder: RunFolder | None = None) -> None:
+        self.console = rich.console.Console(highlight=False, soft_wrap=True, quiet=rank() > 0)
+        self.folder = folder
+        self.bar: rich.progress.Progress | None = None
+        self.task = rich.progress.TaskID(0)
+        self.snapped = ""  # the latest accuracy, for the bar
+        self.steps = 0
+        self.began_at, self.began_step = 0.0, 0  # when and where the training began in this process
+        self.shown_step = 0  # in the last line
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self.console.print(text, markup=False)
+
+    def settings(self, chosen: Settings) -> None:
+        """Print all settings, as a paragraph."""
+        lines = [line.replace(" = ", "=", 1) for line in as_toml(chosen).splitlines()]
+        self.note(textwrap.fill(" ".join(lines), self.console.width, subsequent_indent="  ", break_on_hyphens=False))
+        self.note("")
+
+    def measured_before(self, accuracy: float, task: Task) -> None:
+        self.note(f"{task.train_count:,} {task.unit} to train on, {task.eval_count:,} to measure with")
+        self.note(f"before: {accuracy:.2f} % right")
+
+    def planned(self, plan: Plan) -> None:
+        kept = [row for row in plan.rows if row.bits is None]
+        self.note(f"\n{plan.table(self.console.width, plan.clustered)}")
+        if kept:
+            self.note(f"... and {len(kept)} kept in 16 bit, {sum(row.stored_bytes for row in kept):,} bytes")
+        self.note(f"{plan.summary()}\n")
+
+    def training_begins(self, done: int, steps: int, steps_per_epoch: int, lr: float) -> None:
+        self.steps = steps
+        self.began_at, self.began_step, self.shown_step = time.perf_counter(), done, done
+        beginning = f"from step {done:,} of " if done else ""
+        self.note(f"{beginning}{steps:,} steps, learning rate {lr:g}")
+        if self.console.is_terminal:
+            self.bar = self._new_bar()
+            self.bar.start()
+            epoch = f"{done / max(1, steps_per_epoch):.1f}"
+            self.task = self.bar.add_task("", total=steps, completed=done, epoch=epoch, speed=0, loss="-", snapped="")
+
+    def _new_bar(self) -> rich.progress.Progress:
+        columns = rich.progress
+        return columns.Progress(
+            columns.TextColumn("epoch {task.fields[epoch]}"),
+            columns.BarColumn(None),
+            columns.TextColumn("{task.percentage:>3.0f} %"),
+            columns.TextColumn("{task.fields[speed]:.0f}/s  loss {task.fields[loss]}  {task.fields[snapped]}"),
+            columns.TimeRemainingColumn(),
+            console=self.console,
+            expand=True,
+        )
+
+    def stepped(self, record: StepRecord) -> None:
+        step, loss, speed = record["step"], record["loss"], record["per_second"]
+        if self.bar is not None:
+            epoch = f"{record['epoch']:.1f}"
+            self.bar.update(
+                self.task, completed=step, epoch=epoch, loss=f"{loss:.3g}", speed=speed, snapped=self.snapped
+            )
+        elif step - self.shown_step >= self.steps / LINES or step == self.steps:
+            self.shown_step = step
+            seconds_per_step = (time.perf_counter() - self.began_at) / max(1, step - self.began_step)
+            left = clock_text(seconds_per_step * (self.steps - step))
+            self.note(f"step {step:,} of {self.steps:,}, loss {loss:.4g}, {speed:.0f}/s, {left} left")
+
+    def evaluation_begins(self) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, snapped="evaluating")
+
+    def evaluated(self, record: EvalRecord) -> None:
+        soft = record["soft"]
+        self.snapped = f"snapped {record['snapped']:.1f} %"
+        if self.bar is not None:
+            self.bar.update(self.task, snapped=self.snapped)
+        epoch = f"epoch {record['epoch']:.4g}"
+        trained = "k-means, not trained" if soft is None else f"{epoch}: train-time weights {soft:.2f} %"
+        self.note(f"{trained}, snapped {record['snapped']:.2f} %")
+
+    def finished(self, result: Result) -> None:
+        self.stop()
+        self.note("")
+        self.note(f"accuracy  {result['accuracy_before']:.2f} % before, {result['accuracy_after']:.2f} % after")
+        self.note(
+            f"size      {size_text(result['bytes_dense'])} before, {size_text(result['bytes_file'])} after, "
+            f"{result['ratio']:.1f} times smaller"
+        )
+        self.note(f"time      {clock_text(result['seconds'])}")
+        for label, file in (("file", self.folder.model), ("report", self.folder.report)) if self.folder else ():
+            if file.exists():
+                self.note(f"{label:<10}{file}")

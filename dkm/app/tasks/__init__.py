@@ -1,0 +1,27 @@
+"""The kinds of data that a model can be trained on: one file for each, and their registration here.
+
+    FunctionTask   a function of the user's own, FILE.py:FUNCTION
+    TextTask       tables of texts
+    ImageTask      images in class folders or tar files
+
+A task says everything that depends on the kind of data: how `--data` is opened, the defaults of batch size and learning
+rate, the metric.  For another kind of data write a subclass of `Task` and name it in KINDS.
+"""
+
+from ..errors import Problem
+from ..settings import Settings
+from .functions import FunctionTask
+from .images import ImageTask
+from .task import Task
+from .texts import TextTask
+
+KINDS: tuple[type[Task], ...] = (FunctionTask, TextTask, ImageTask)  # the first one that recognizes the data opens it
+
+__all__ = ["KINDS", "Task", "open_task"]
+
+
+def open_task(settings: Settings) -> Task:
+    """Open what `--data` and `--eval-data` name.  Reads names and tables, but no images yet."""
+    if not settings.data:
+        raise Problem("no data: give --data FOLDER, a .tar file of class folders, a table, or FILE.py:FUNCTION")
+    return next(kind for kind in KINDS if kind.recognizes(settings)).open(settings)

@@ -1,0 +1,81 @@
+"""Images on the disk: a folder for each class, or tar files of such folders."""
+
+import tarfile
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import Problem
+from .tables import TABLES
+
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
+
+
+class ImageFile(NamedTuple):
+    """Where an image lies: in a file of its own, or in a part of a tar file."""
+
+    path: str
+    start: int
+    size: int  # -1: to the end of the file
+    name: str  # for messages
+
+    def read(self) -> bytes:
+        """The bytes of the image, still compressed."""
+        with open(self.path, "rb") as stream:
+            stream.seek(self.start)
+            return stream.read(self.size)
+
+
+Classes = dict[str, list[ImageFile]]  # the name of each class -> its images, sorted by name
+
+
+def find_images(paths: list[str], least_classes: int = 1) -> Classes:
+    """The images in these folders and tar files; Problem where a class is empty, or there are too few classes."""
+    classes: Classes = {}
+    for path in paths:
+        found = _in_folder(Path(path)) if Path(path).is_dir() else _in_tar(Path(path))
+        if not found:
+            raise Problem(f"{path} has no class folders: it must hold a folder for each class, with its images")
+        for name, images in found.items():
+            if not images:
+                raise Problem(f"the class '{name}' in {path} has no images: fill it or take it away")
+            classes.setdefault(name, []).extend(images)
+    if len(classes) < least_classes:
+        name = next(iter(classes))
+        raise Problem(f"{paths[0]} has the class '{name}' only: it must hold a folder for each class, with its images")
+    return classes
+
+
+def _in_folder(root: Path) -> Classes:
+    folders = sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    return {
+        folder.name: [
+            ImageFile(str(file), 0, -1, str(file)) for file in sorted(folder.rglob("*")) if _looks_like_an_image(file)
+        ]
+        for folder in folders
+    }
+
+
+def _in_tar(path: Path) -> Classes:
+    if not tarfile.is_tarfile(path):
+        raise Problem(f"{path} is neither a folder, a .tar file nor a table ({', '.join(TABLES)})")
+    try:
+        with tarfile.open(path, "r:") as archive:
+            members = sorted(archive.getmembers(), key=lambda member: member.name)
+    except tarfile.TarError:
+        raise Problem(f"{path} is a compressed or damaged tar file: unpack it, images are compressed already") from None
+    classes: Classes = {}
+    for member in members:
+        inside = Path(member.name)
+        if member.isfile() and _looks_like_an_image(inside):
+            image = ImageFile(str(path), member.offset_data, member.size, f"{member.name} in {path}")
+            classes.setdefault(inside.parent.name, []).append(image)
+    # A folder that holds neither images nor folders is a class without images.
+    parents = {str(Path(member.name).parent) for member in members}
+    for member in members:
+        if member.isdir() and str(Path(member.name)) not in parents:
+            classes.setdefault(Path(member.name).name, [])
+    return classes
+
+
+def _looks_like_an_image(file: Path) -> bool:
+    return file.suffix.lower() in IMAGE_ENDINGS and not file.name.startswith(".")

@@ -1,0 +1,104 @@
+"""What every kind of data has: examples to train and to evaluate on, the defaults that suit them, and the metric."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from ..errors import Problem
+from ..settings import Settings
+from .metrics import Classification, Metric
+
+HELD_OUT = 10  # one example in so many, of each class, is evaluated on where no evaluation data was given
+
+Example = TypeVar("Example")
+
+
+class Inputs(NamedTuple):
+    """A batch, taken apart."""
+
+    args: tuple[Tensor, ...]  # what the model takes by position
+    kwargs: dict[str, Tensor]  # what the model takes by name
+    labels: Tensor
+
+
+class Task(ABC):
+    """Opened data of one kind.
+
+    An example is `(x, label)`, or a dict of what the model takes by name, with "labels".  Reading an example of `train`
+    may draw random numbers; reading one of `eval` always gives the same.
+    """
+
+    unit: ClassVar[str]  # what the examples are called in the output: "images"
+    default_batch_size: ClassVar[int] = 64  # in each process
+    default_lr: ClassVar[float] = 3e-4  # the highest learning rate, with Adam and AdamW
+    default_sgd_lr: ClassVar[float] = 0.008
+    batches_have_one_shape: ClassVar[bool] = False  # only then the steps can be a CUDA graph
+
+    def __init__(
+        self,
+        train: Dataset,
+        eval: Dataset,
+        classes: int | None,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ):
+        self.train, self.eval, self.classes, self.collate = train, eval, classes, collate
+
+    @classmethod
+    @abstractmethod
+    def recognizes(cls, settings: Settings) -> bool:
+        """Whether `--data`, of which there is at least one, names data of this kind."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, settings: Settings) -> Self:
+        """Open the data; Problem where they cannot be used."""
+
+    @property
+    def train_count(self) -> int:
+        """How many examples there are to train on."""
+        return len(self.train)  # type: ignore[arg-type]  # torch's Dataset declares no __len__
+
+    @property
+    def eval_count(self) -> int:
+        """How many examples there are to evaluate on."""
+        return len(self.eval)  # type: ignore[arg-type]
+
+    def learning_rate(self, optimizer: str) -> float:
+        """The highest learning rate, where the user gives none."""
+        return self.default_sgd_lr if optimizer == "sgd" else self.default_lr
+
+    def metric(self, device: torch.device) -> Metric:
+        """A new metric, which has seen no batch yet."""
+        return Classification(device)
+
+    def split(self, batch: Any) -> Inputs:
+        """Take a collated batch apart."""
+        if isinstance(batch, dict):
+            if "labels" not in batch:
+                raise Problem(f"an example that is a dict must have 'labels', and this has {', '.join(batch)}")
+            return Inputs((), {key: value for key, value in batch.items() if key != "labels"}, batch["labels"])
+        if isinstance(batch, tuple | list) and len(batch) == 2:
+            return Inputs((batch[0],), {}, batch[1])
+        raise Problem(f"an example must be (input, label) or a dict with 'labels', and is a {type(batch).__name__}")
+
+    def logits(self, output: Any) -> Tensor:
+        """What the model returned -> `(batch, classes)`.  Models of transformers return an object that holds them."""
+        return getattr(output, "logits", output)
+
+
+def held_out(examples: Sequence[Example]) -> Sequence[Example]:
+    """Those examples of one class to evaluate on: the last of every ten, in their order; of fewer than ten the last,
+    unless there is only one."""
+    return examples[HELD_OUT - 1 :: HELD_OUT] or examples[1:][-1:]
+
+
+def check_that_paths_exist(settings: Settings) -> None:
+    """Raise Problem where `--data` or `--eval-data` names something that is not there."""
+    for path in (*settings.data, *settings.eval_data):
+        if not Path(path).exists():
+            raise Problem(f"there is no folder or file {path}")

@@ -1,0 +1,129 @@
+"""Texts, or pairs of texts, to be classified by a model of transformers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from .. import models
+from ..errors import Problem
+from ..settings import Settings
+from .tables import TABLES, TextRow, find_table, read_table
+from .task import Task, check_that_paths_exist, held_out
+
+
+class TextTask(Task):
+    """Tables of texts.  A batch is as long as its longest text."""
+
+    unit: ClassVar[str] = "texts"
+    default_batch_size: ClassVar[int] = 32
+    default_lr: ClassVar[float] = 5e-5
+
+    @classmethod
+    def recognizes(cls, settings: Settings) -> bool:
+        """A table, or a folder with one that is called `train`."""
+        return find_table(settings.data[0], "train") is not None
+
+    @classmethod
+    def open(cls, settings: Settings) -> Self:
+        """Read the tables and turn all texts into tokens."""
+        check_that_paths_exist(settings)
+        train_at = _tables(settings.data, "train")
+        names = ("dev", "validation", "val", "valid")
+        eval_at = _tables(settings.eval_data, *names) or [find_table(settings.data[0], *names) or train_at[0]]
+        tokenizer, config = _tokenizer_and_config(settings)
+        train = [row for path in train_at for row in read_table(path, settings)]
+        if eval_at == train_at[:1]:  # nothing was given to evaluate on
+            kept_back = rows_held_out([row.label for row in train])
+            evaluation = [row for i, row in enumerate(train) if i in kept_back]
+            train = [row for i, row in enumerate(train) if i not in kept_back]
+        else:
+            evaluation = [row for path in eval_at for row in read_table(path, settings)]
+        if not train or not evaluation:
+            raise Problem(f"{(train_at if not train else eval_at)[0]} has too few rows")
+        ids = _label_ids({row.label for row in train}, config, train_at[0])
+        unknown = [row.label for row in evaluation if row.label not in ids]
+        if unknown:
+            raise Problem(f"{eval_at[0]} has the label {unknown[0]!r}, which {train_at[0]} has not")
+
+        def encode(rows: list[TextRow]) -> Texts:
+            columns = [list(column) for column in zip(*(row.texts for row in rows), strict=True)]
+            encoded = tokenizer(*columns, truncation=True, max_length=settings.max_length)
+            tokens = [{key: encoded[key][i] for key in encoded} for i in range(len(rows))]
+            return Texts(tokens, [ids[row.label] for row in rows])
+
+        return cls(encode(train), encode(evaluation), max(ids.values()) + 1, Pad(tokenizer))
+
+
+class Texts(Dataset):
+    """A dict of tokens and so on for each text, with "labels"."""
+
+    def __init__(self, tokens: list[dict[str, list[int]]], labels: list[int]):
+        self.tokens, self.labels = tokens, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self.tokens[index], "labels": self.labels[index]}
+
+
+class Pad:
+    """Makes a batch of texts, as long as the longest.  A class, so that it can be sent to worker processes."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def __call__(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return dict(self.tokenizer.pad(items, return_tensors="pt"))
+
+
+def rows_held_out(labels: Sequence[Any]) -> set[int]:
+    """The numbers of the rows to evaluate on: of each label the last of every ten."""
+    of_label: dict[Any, list[int]] = {}
+    for row, label in enumerate(labels):
+        of_label.setdefault(label, []).append(row)
+    return {row for rows in of_label.values() for row in held_out(rows)}
+
+
+def _tables(paths: Sequence[str], *stems: str) -> list[Path]:
+    """The table for each path; Problem where one has none."""
+    found = [find_table(path, *stems) for path in paths]
+    for path, table in zip(paths, found, strict=True):
+        if table is None:
+            raise Problem(f"{path} is not a table ({', '.join(TABLES)})")
+    return [table for table in found if table is not None]
+
+
+def _tokenizer_and_config(settings: Settings) -> tuple[Any, Any]:
+    """What the folder of the model has for texts; Problem where the model is not one of transformers."""
+    assert settings.model is not None
+    if not models.is_transformer(settings.model):
+        raise Problem(f"texts need a transformers model: {settings.model} is not a folder with its files")
+    try:
+        import transformers
+    except ImportError:
+        raise Problem("texts need transformers: pip install transformers") from None
+    transformers.logging.set_verbosity_error()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(settings.model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise Problem(f"cannot read the tokenizer in {settings.model}: {line}") from None
+    return tokenizer, config
+
+
+def _label_ids(labels: set[Any], config: Any, path: Path) -> dict[Any, int]:
+    """Label -> class.  A number is its own class; a name has the class that the model's config gives it, or, where the
+    config does not know all names, its place in alphabetical order."""
+    if all(isinstance(label, int) for label in labels):
+        if min(labels) < 0:
+            raise Problem(f"{path} has the label {min(labels)}: rows without a label cannot be trained on")
+        return {label: label for label in range(max(labels) + 1)}
+    known = getattr(config, "label2id", None) or {}
+    if all(label in known for label in labels):
+        return dict(known)
+    return {label: index for index, label in enumerate(sorted(labels))}

@@ -1,0 +1,113 @@
+"""Images in folders and tar files; what is wrong with them, in a sentence."""
+
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from dkm.app.errors import Problem
+from dkm.app.settings import Settings
+from dkm.app.tasks import open_task
+
+CLASSES = ("a", "b", "c")
+
+
+def picture(path: Path, value: int, size: tuple[int, int] = (8, 8)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    PIL.Image.fromarray(np.full((*size, 3), value, np.uint8)).save(path)
+    return path
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Ten of each class; the pixels tell the class."""
+    for label, name in enumerate(CLASSES):
+        for i in range(10):
+            picture(tmp_path / "images" / name / f"{i}.png", 50 * label)
+    return tmp_path / "images"
+
+
+def settings(*data: Path | str, **options) -> Settings:
+    return Settings(model="resnet18", data=tuple(map(str, data)), image_size=4, resize=4, **options)
+
+
+def labels(dataset) -> list[int]:
+    return [dataset[i][1] for i in range(len(dataset))]
+
+
+def test_a_tenth_of_each_class_is_held_out(images: Path):
+    data = open_task(settings(images))
+    assert (len(data.train), len(data.eval), data.classes) == (27, 3, 3)
+    assert labels(data.eval) == [0, 1, 2]
+    assert {image for image, _ in data.train.examples}.isdisjoint(image for image, _ in data.eval.examples)
+
+
+def test_the_image_is_normalised(images: Path):
+    x, _ = open_task(settings(images)).eval[1]  # all 50
+    wanted = (50 / 255 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    torch.testing.assert_close(x, wanted.view(3, 1, 1).expand(3, 4, 4))
+
+
+def test_train_and_val_folders(images: Path, tmp_path: Path):
+    images.rename(tmp_path / "train")
+    picture(tmp_path / "val" / "b" / "0.png", 50)
+    data = open_task(settings(tmp_path))
+    assert (len(data.train), labels(data.eval)) == (30, [1])
+
+
+def test_tar_files_hold_the_same_as_the_folder(images: Path, tmp_path: Path):
+    parts = []
+    for part in (0, 1):  # each class in both
+        parts.append(tmp_path / f"part{part}.tar")
+        with tarfile.open(parts[-1], "w") as archive:
+            for file in sorted(images.rglob("*.png")):
+                if int(file.stem) % 2 == part:
+                    archive.add(file, f"train/{file.parent.name}/{file.name}")
+    picture(tmp_path / "val" / "a" / "x.png", 0)
+    packed = open_task(settings(*parts, eval_data=(str(tmp_path / "val"),)))
+    assert len(packed.train) == 30
+    for x, label in (packed.train[i] for i in range(30)):
+        expected = (50 * label / 255 - 0.485) / 0.229
+        assert x[0].eq(x[0, 0, 0]).all()
+        assert float(x[0, 0, 0]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_empty_class(images: Path):
+    (images / "d").mkdir()
+    with pytest.raises(Problem, match=r"the class 'd' in .* has no images"):
+        open_task(settings(images))
+
+
+def test_an_empty_class_in_a_tar_file(images: Path, tmp_path: Path):
+    (images / "d").mkdir()
+    with tarfile.open(tmp_path / "all.tar", "w") as archive:
+        archive.add(images, "train")
+    with pytest.raises(Problem, match=r"the class 'd' in .* has no images"):
+        open_task(settings(tmp_path / "all.tar"))
+
+
+def test_a_folder_without_classes(tmp_path: Path):
+    picture(tmp_path / "flat" / "0.png", 0)
+    with pytest.raises(Problem, match="no class folders: it must hold a folder for each class"):
+        open_task(settings(tmp_path / "flat"))
+
+
+def test_a_missing_folder(tmp_path: Path):
+    with pytest.raises(Problem, match=r"there is no folder or file .*nowhere"):
+        open_task(settings(tmp_path / "nowhere"))
+
+
+def test_a_class_that_training_does_not_know(images: Path, tmp_path: Path):
+    picture(tmp_path / "val" / "z" / "0.png", 0)
+    with pytest.raises(Problem, match=r"the class 'z', which .*images has not"):
+        open_task(settings(images, eval_data=(str(tmp_path / "val"),)))
+
+
+def test_a_compressed_tar_file(images: Path, tmp_path: Path):
+    with tarfile.open(tmp_path / "all.tar.gz", "w:gz") as archive:
+        archive.add(images, "train")
+    with pytest.raises(Problem, match="compressed or damaged tar file: unpack it"):
+        open_task(settings(tmp_path / "all.tar.gz"))

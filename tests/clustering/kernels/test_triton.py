@@ -12,12 +12,13 @@ import dkm
 from dkm import assign, cluster, init_centroids
 from dkm.clustering.kernels import blocked, choose
 from dkm.clustering.kernels import triton as kernels
+from dkm.clustering.kernels.triton import backward_pass, forward_pass, support, tiles
 from dkm.clustering.options import METRICS, ClusterOptions
 from dkm.clustering.vectors import from_vectors, to_vectors
 from dkm.modelling.methods.dkm import DKMClustered
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-make_tiles = kernels._tiles.__wrapped__  # anew, whatever was patched
+make_tiles = tiles.choose_tiles.__wrapped__  # anew, whatever was patched
 
 # numpy's opinion of inf - inf in lanes that are masked out, and of 1 / 0 that is not used
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -73,7 +74,7 @@ def assert_close_to_float64(W: Tensor, C: Tensor, G: Tensor, **options) -> None:
 @pytest.fixture
 def h200(monkeypatch) -> torch.device:
     """A device of 132 processors, where there is none."""
-    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(tiles, "INTERPRETED", False)
     properties = SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     return torch.device("cuda")
@@ -81,7 +82,18 @@ def h200(monkeypatch) -> torch.device:
 
 def tiles_of(N: int, k: int, d: int, device: torch.device, *, backward: bool, deterministic: bool = True):
     """How float32 weights are shared out: neither a table nor windows."""
-    return make_tiles(N, k, d, False, False, False, backward, deterministic, device)
+    problem = tiles.Problem(
+        N=N,
+        k=k,
+        d=d,
+        euclidean=False,
+        counts=False,
+        windows=False,
+        backward=backward,
+        deterministic=deterministic,
+        device=device,
+    )
+    return make_tiles(problem)
 
 
 def problem(n: int, d: int, k: int, dtype=torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,8 +171,8 @@ def test_a_weight_that_is_not_aligned(k, d):
 def test_more_programs_than_centroids():
     """Their sums are added up in another way."""
     W, C, G = problem(17_001, 8, 200)
-    tiles = tiles_of(W.numel(), 200, 8, W.device, backward=False)
-    assert tiles.programs >= tiles.KP
+    chosen = tiles_of(W.numel(), 200, 8, W.device, backward=False)
+    assert chosen.programs >= chosen.k_padded
     assert_close_to_float64(W, C, G, tau=2e-3, eps=0, max_iter=3)
 
 
@@ -178,12 +190,12 @@ def test_which_triton_and_which_gpu(version, hip, runs, monkeypatch):
     """3.2 has no launch of programs that wait for one another."""
     monkeypatch.setattr(triton, "__version__", version)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert kernels.runs_here.__wrapped__() is runs
+    assert support.runs_here.__wrapped__() is runs
 
 
 def test_without_the_triton_it_needs(monkeypatch):
-    monkeypatch.setattr(kernels, "runs_here", lambda: False)
-    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(support, "runs_here", lambda: False)
+    monkeypatch.setattr(tiles, "INTERPRETED", False)
     W = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.float32, numel=lambda: 80)
     assert choose("auto", W, 8) is blocked
     with pytest.raises(ValueError, match=r'Triton 3\.3, .* use impl="auto"'):
@@ -208,8 +220,9 @@ def test_the_gradient_of_the_weight_alone(k, d, dtype, eps, gradient):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has all the room")
 def test_a_device_with_less_room(monkeypatch):
-    monkeypatch.setattr(kernels, "_has_room", lambda _: False)
-    monkeypatch.setattr(kernels, "_tiles", make_tiles)
+    monkeypatch.setattr(tiles, "has_room", lambda _: False)
+    for user in (forward_pass, backward_pass):
+        monkeypatch.setattr(user, "choose_tiles", make_tiles)
     W, C, G = problem(17_001, 8, 200)
     assert_close_to_float64(W, C, G, tau=2e-3, eps=0, max_iter=3)
 
@@ -218,11 +231,12 @@ def test_a_device_with_less_room(monkeypatch):
     ("k", "d", "dtype"), [(40, 8, torch.float32), (200, 5, torch.float32), (70, 8, torch.bfloat16)]
 )
 def test_programs_may_share_their_sums(k, d, dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "_tiles", make_tiles)
-    monkeypatch.setattr(kernels, "SHARED", 2)
+    for user in (forward_pass, backward_pass):
+        monkeypatch.setattr(user, "choose_tiles", make_tiles)
+    monkeypatch.setattr(tiles, "SHARED_ROWS", 2)
     W, C, G = problem(2000 if DEVICE == "cuda" else 290, d, k, dtype)
-    tiles = tiles_of(W.numel(), k, d, W.device, backward=True, deterministic=False)
-    assert tiles.rows == 2 < min(tiles.programs, len(W) // tiles.arguments["BN"])
+    chosen = tiles_of(W.numel(), k, d, W.device, backward=True, deterministic=False)
+    assert chosen.partial_rows == 2 < min(chosen.programs, len(W) // chosen.constants["BLOCK_N"])
     assert_close_to_float64(W, C, G, tau=2e-3, eps=0, max_iter=3)
 
 
@@ -231,13 +245,13 @@ def test_programs_may_share_their_sums(k, d, dtype, monkeypatch):
 def test_sums_are_shared_where_they_would_weigh(backward, deterministic, h200):
     """By programs of the backward pass, for small weights, and not where the same bits are asked for."""
     for N in (147_456, 2_359_296, 25_165_824):
-        tiles = tiles_of(N, 256, 8, h200, backward=backward, deterministic=deterministic)
-        own = min(tiles.programs, N // 8 // tiles.arguments["BN"])
+        chosen = tiles_of(N, 256, 8, h200, backward=backward, deterministic=deterministic)
+        own = min(chosen.programs, N // 8 // chosen.constants["BLOCK_N"])
         if backward and not deterministic and N < 10**7:
-            assert tiles.rows < own
-            assert tiles.rows == kernels.SHARED or tiles.rows * tiles.KP * 9 <= N / 48
+            assert chosen.partial_rows < own
+            assert chosen.partial_rows == tiles.SHARED_ROWS or chosen.partial_rows * chosen.k_padded * 9 <= N / 48
         else:
-            assert tiles.rows == own
+            assert chosen.partial_rows == own
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs one program after the other")
@@ -258,10 +272,10 @@ def test_the_same_bits_where_they_are_asked_for():
 def test_whoever_has_vectors_has_a_row(k, d, backward, deterministic, h200):
     """For sums of their own, else they would be written past the end.  Products may share."""
     for n in [1, 64, *range(3000, 300_000, 997)]:
-        tiles = tiles_of(n * d, k, d, h200, backward=backward, deterministic=deterministic)
-        shared = tiles.arguments["PRODUCTS"] and not deterministic
-        least = 1 if shared else min(tiles.programs, -(-n // tiles.arguments["BN"]))
-        assert least <= tiles.rows <= tiles.programs
+        chosen = tiles_of(n * d, k, d, h200, backward=backward, deterministic=deterministic)
+        shared = chosen.constants["PRODUCTS"] and not deterministic
+        least = 1 if shared else min(chosen.programs, -(-n // chosen.constants["BLOCK_N"]))
+        assert least <= chosen.partial_rows <= chosen.programs
 
 
 @pytest.mark.parametrize("gradient", ["last", "implicit"])
@@ -287,8 +301,8 @@ def test_table_of_all_16_bit_values(monkeypatch, dtype, gradient):
     W[90:95] = 1e-6  # and some that are far from all others
     options = dict(tau=2e-3, eps=0, max_iter=2, gradient=gradient)
     wanted = run(W.float(), C, G.float(), "triton", **options)[0]
-    monkeypatch.setattr(kernels, "TABLE", 0)
-    monkeypatch.setattr(kernels, "FEW", 0)
+    monkeypatch.setattr(tiles, "VALUE_TABLE", 0)
+    monkeypatch.setattr(tiles, "FEW_CENTROIDS", 0)
     got = run(W, C, G, "triton", **options)[0]
     unit = torch.finfo(dtype).eps
     for name, limit in dict(W_tilde=unit, C=2**-20, dW=unit, dC=2**-18).items():
@@ -321,11 +335,11 @@ def test_windows_of_near_centroids(monkeypatch, k, temperature, ordered, gradien
     options = dict(tau=tau, eps=0, max_iter=3, gradient=gradient)
     exact = run(W.double(), C.double(), G.double(), "blocked", **options)[0]
     plain = run(W, C, G, "blocked", **options)[0]
-    monkeypatch.setattr(kernels, "WINDOWS", n + 1)
-    assert not kernels.by_windows(W, k, 1, "sqeuclidean")
+    monkeypatch.setattr(tiles, "WINDOWS", n + 1)
+    assert not tiles.by_windows(W, k, 1, "sqeuclidean")
     dense = run(W, C, G, "triton", **options)[0]
-    monkeypatch.setattr(kernels, "WINDOWS", 0)
-    assert kernels.by_windows(W, k, 1, "sqeuclidean")
+    monkeypatch.setattr(tiles, "WINDOWS", 0)
+    assert tiles.by_windows(W, k, 1, "sqeuclidean")
     got = run(W, C, G, "triton", **options)[0]
     for name, wanted in exact.items():
         scale = G if name[0] == "d" else None
@@ -341,7 +355,7 @@ def test_processes_reduce_equally_often(gradient, centroids, monkeypatch):
     tau = torch.tensor(2e-4, device=DEVICE)
     counts = []
     for windows in (0, 1 << 22):
-        monkeypatch.setattr(kernels, "WINDOWS", windows)
+        monkeypatch.setattr(tiles, "WINDOWS", windows)
         sums = []
         reduce = lambda x, sums=sums: sums.append(x) or x  # noqa: E731
         options = ClusterOptions(eps=0.0, max_iter=3, gradient=gradient)
@@ -377,7 +391,7 @@ def test_a_process_without_vectors_adds_nothing(k, d):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="autocast on a CPU leaves norms alone")
 def test_autocast_does_not_reach_the_table(monkeypatch):
-    monkeypatch.setattr(kernels, "TABLE", 1)
+    monkeypatch.setattr(tiles, "VALUE_TABLE", 1)
     W, C, G = problem(5000, 1, 16, torch.bfloat16)
     wanted = run(W, C.float(), G, "triton", tau=2e-4, eps=0, max_iter=3)[0]
     with torch.autocast("cuda", torch.bfloat16):
@@ -536,7 +550,7 @@ def test_replays_of_a_captured_training_step_go_on():
 )
 def test_one_launch_does_what_the_operations_do(monkeypatch, bits, dim, dtype, tau):
     """The checksum, the start, the temperature and the new state: of a weight that changes now and then."""
-    monkeypatch.setattr(kernels, "WINDOWS", 0)
+    monkeypatch.setattr(tiles, "WINDOWS", 0)
     torch.manual_seed(0)
     weight = torch.randn(8, 5, 3, 3, device=DEVICE).mul(0.1).to(dtype, memory_format=torch.channels_last)
     ones, others = (

@@ -43,7 +43,7 @@ def cluster(W: Tensor, C: Tensor, tau: Tensor, options: ClusterOptions) -> tuple
 
 
 def update(W: Tensor, C: Tensor, tau: Tensor, metric: str) -> tuple[Tensor, Tensor]:
-    """One iteration: the attention `(n, k)`, and the centroids `(k, d)` that follow from it.  An empty centroid stays."""
+    """One iteration: the attention `(n, k)`, and the centroids `(k, d)` that follow from it; an empty one stays."""
     A = torch.softmax(-distance(W, C, metric) / tau, dim=1)
     mass = A.sum(0)[:, None]
     empty = mass <= no_mass(W.dtype)

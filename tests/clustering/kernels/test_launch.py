@@ -1,6 +1,7 @@
 """Launches, with a kernel that writes down how it was launched: through Triton, or directly."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ class Kernel:
     """As much of a Triton kernel as `quick` uses."""
 
     arg_names = ("X", "N", "BLOCK", "EXACT")
+    params = tuple(SimpleNamespace(name=name, is_constexpr=name in ("BLOCK", "EXACT")) for name in arg_names)
 
     def __init__(self):
         self.launches = []

@@ -1,8 +1,8 @@
 """Launches that take little time in Python: a network has many layers, and each of them a launch or two per pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -24,6 +24,13 @@ def quick(kernel: Any) -> Kernel:
     return _Quick(kernel) if isinstance(kernel, triton.JITFunction) else kernel  # otherwise it is interpreted
 
 
+class _Order(NamedTuple):
+    """How to read the keywords of a launch, found once for each set of names that a kernel is launched with."""
+
+    run_time: Callable[[dict[str, Any]], tuple]  # the arguments that are known at run time
+    constants: Callable[[dict[str, Any]], tuple]  # all others: compile-time constants, and options of the launch
+
+
 class _Quick:
     """Triton finds the compiled form of a kernel by an analysis of every argument and of every constant.
 
@@ -33,7 +40,8 @@ class _Quick:
     def __init__(self, kernel: Any):
         self.kernel = kernel
         self.first = kernel.arg_names[0]
-        self.in_order = itemgetter(*kernel.arg_names)  # from keywords to the order in which compiled code takes them
+        self.all_arguments = _getter(kernel.arg_names)  # in the order in which compiled code takes them
+        self.orders: dict[tuple[str, ...], _Order] = {}
         self.compiled: dict[tuple, Callable[..., None]] = {}
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
@@ -41,10 +49,12 @@ class _Quick:
 
     def _launch(self, grid: tuple[int], arguments: dict[str, Any]) -> None:
         device = arguments[self.first].device
-        # The names are part of the kind: an option may be given or not, and the values follow the order of the names.
-        parts: list[Any] = [grid, device, *arguments]
+        names = tuple(arguments)
+        order = self.orders.get(names) or self._order(names)
+        # The names are part of the kind: they say which option or constant a value belongs to.
+        parts: list[Any] = [grid, device, names, order.constants(arguments)]
         addresses = 0
-        for argument in arguments.values():
+        for argument in order.run_time(arguments):
             if isinstance(argument, Tensor):
                 addresses |= argument.data_ptr()
                 parts.append(argument.dtype)
@@ -56,9 +66,25 @@ class _Quick:
         aligned = addresses % 16 == 0  # all tensors are: compiled code may rely on it
         with torch.cuda.device(device):
             if aligned and kind in self.compiled:
-                self.compiled[kind](*self.in_order(arguments))
+                self.compiled[kind](*self.all_arguments(arguments))
                 return
             compiled = self.kernel[grid](**arguments)
         # Triton may return something else: where it compiles in the background, or where a hook keeps it from launching
         if aligned and isinstance(compiled, CompiledKernel):
             self.compiled[kind] = compiled[*grid, 1, 1]
+
+    def _order(self, names: tuple[str, ...]) -> _Order:
+        run_time = {parameter.name for parameter in self.kernel.params if not parameter.is_constexpr}
+        order = _Order(
+            _getter([name for name in names if name in run_time]),
+            _getter([name for name in names if name not in run_time]),
+        )
+        self.orders[names] = order
+        return order
+
+
+def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple]:
+    """A function from a dictionary to the tuple of its values for these names."""
+    if len(names) < 2:  # itemgetter would return the value itself
+        return lambda arguments: tuple(arguments[name] for name in names)
+    return itemgetter(*names)

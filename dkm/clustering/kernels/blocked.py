@@ -257,7 +257,8 @@ def forward(
         C = C_next
     trail[-1] = trail[iteration]
     del columns
-    progress = trail.new_empty(progress_size(max_iter))  # this backward pass needs no notes
+    # This backward pass needs no notes.  Zeros, because outputs of an operator must be the same every time.
+    progress = trail.new_zeros(progress_size(max_iter))
     trace = Trace(torch.tensor(iteration, device=W.device), trail, progress)
     return vectors.flat(W_tilde, W.numel()), trace
 

@@ -12,7 +12,7 @@ from ..reference import no_mass
 from . import tiles
 from .device import steps
 from .device.backward import backward_kernel, fixed_point_kernel
-from .tiles import Problem, Scratch, Tiles, allocate, by_windows, choose_tiles
+from .tiles import Scratch, Tiles, allocate, choose_tiles, describe
 
 NO_MASS = no_mass(torch.float32)
 FIXED_POINT_CONSTANTS = ("PRODUCTS", "D", "D_SEGMENT", "ROW_WIDTH", "GROUP_K")
@@ -42,21 +42,8 @@ class BackwardPass:
         self.max_iter, self.d = rows - 1, columns - 1
         self.gradient, self.reduce = options.gradient, reduce
         self.dC_wanted, self.output = centroids, output
-        windows = counts is None and by_windows(W, self.k, self.d, options.metric)
-        self.tiles = choose_tiles(
-            Problem(
-                N=W.numel(),
-                k=self.k,
-                d=self.d,
-                euclidean=options.metric == "euclidean",
-                counts=counts is not None,
-                windows=windows,
-                backward=True,
-                # as everywhere in PyTorch, who needs the same bits every time says so by this setting
-                deterministic=torch.are_deterministic_algorithms_enabled(),
-                device=W.device,
-            )
-        )
+        problem = describe(W, self.k, self.d, options.metric, counts=counts is not None, backward=True)
+        self.tiles, windows = choose_tiles(problem), problem.windows
         # Adding up dW on the way is not possible for a table of values, whose dW is not a sum over the output and the
         # updates; for the fixed point, whose updates come later; and for windows, which keep the order in dW meanwhile.
         exact = W.dtype == torch.float32

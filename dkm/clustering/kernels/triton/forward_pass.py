@@ -12,7 +12,7 @@ from ..reference import no_mass
 from . import tiles
 from .device import steps
 from .device.forward import forward_kernel
-from .tiles import Problem, allocate, by_windows, choose_tiles
+from .tiles import allocate, choose_tiles, describe
 
 NO_MASS = no_mass(torch.float32)
 NO_LAW = Law(hot=1.0, decay=0.0, relative=False, steps=1)  # for a pass without a state, which does not look at it
@@ -38,21 +38,9 @@ class ForwardPass:
     ):
         self.reduce, self.max_iter, self.stateful = reduce, options.max_iter, state is not None
         self.k, d = C.shape
-        windows = counts is None and by_windows(W, self.k, d, options.metric)
-        self.tiles = choose_tiles(
-            Problem(
-                N=W.numel(),
-                k=self.k,
-                d=d,
-                euclidean=options.metric == "euclidean",
-                counts=counts is not None,
-                windows=windows,
-                backward=False,
-                deterministic=True,
-                device=W.device,
-            )
-        )
-        self.scratch = allocate(self.tiles, W.device, 1 if windows else self.max_iter + 1)
+        problem = describe(W, self.k, d, options.metric, counts=counts is not None, backward=False)
+        self.tiles = choose_tiles(problem)
+        self.scratch = allocate(self.tiles, W.device, 1 if problem.windows else self.max_iter + 1)
         self.W_tilde = torch.empty_like(W)
         self.trace = Trace(
             iterations=torch.empty((), dtype=torch.int64, device=W.device),

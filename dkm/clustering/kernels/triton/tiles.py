@@ -77,6 +77,22 @@ class _Way(NamedTuple):
     stages: int = 1  # tiles that are read ahead
 
 
+def describe(W: Tensor, k: int, d: int, metric: str, *, counts: bool, backward: bool) -> Problem:
+    """The problem of a pass over W `(N,)` with centroids `(k, d)`."""
+    return Problem(
+        N=W.numel(),
+        k=k,
+        d=d,
+        euclidean=metric == "euclidean",
+        counts=counts,
+        windows=not counts and by_windows(W, k, d, metric),
+        backward=backward,
+        # The forward pass always is.  As everywhere in PyTorch, who needs the same bits every time uses this setting.
+        deterministic=not backward or torch.are_deterministic_algorithms_enabled(),
+        device=W.device,
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def choose_tiles(problem: Problem) -> Tiles:
     """The tiles for a problem.  Cached: a network asks for every weight at every step."""

@@ -1,20 +1,27 @@
-"""The loop in O(N) memory on any device: attention lives for one block of vectors, in both passes.
+"""The loop in plain PyTorch, in memory proportional to the weight, on any device.
 
-Within a block everything is `(features, vectors)`: `x` is `(d + 1, b)`, the vectors over a row of
-ones, `E` is the softmax numerator `(k, b)` and `z` its sum `(b,)`.  A = E / z is never formed: the
-division is folded into the thin factors that A is multiplied with.
+The attention of one block of vectors exists at a time, in both passes.  Within a block everything is
+`(features, vectors)`:
 
-The backward pass walks the iterations from the last to the first.  Each of them is one of two
-maps of A, and for both the gradient of A has low rank, `dA = R L`:
+    x             (d + 1, b)   the vectors, and below them a row of ones
+    numerators    (k, b)       the numerators of the softmax
+    denominator   (b,)         their sums
+
+The attention A = numerators / denominator is never formed.  The division is done in the thin matrices that A is
+multiplied with; `share` is 1 / denominator.
+
+The backward pass walks the iterations from the last to the first.  Each of them is one of two functions of A, and for
+both the gradient of A has low rank.  It is a product of two thin matrices, `dA = left @ right`:
 
     W_tilde = A C           dA = C g                            and  dC += A g^T
-    C' = (A^T W) / mass     dA = H w - H . C',  H = dC'/mass    and  dW += H^T A
+    C' = (A^T W) / mass     dA = H w - H . C',  H = dC' / mass  and  dW += H^T A
 
-Through the softmax, `dl = A * (dA - s)` with `s = sum_j A dA`; through the distance, with
-`e = dl * slope`, `dW += C^T e - (1^T e) w` and `dC += e w^T - (e 1) C`.
+The gradient of the logits is `A * (dA - mean)`, where `mean` is the sum of A dA over the centroids.  With
+`dlogits = A * (dA - mean) * slope`, the gradients through the distance are `dW += C^T dlogits - (1^T dlogits) w` and
+`dC += dlogits w^T - (dlogits 1) C`.
 
-For d = 1 the centroids are sorted, and with many of them the weights too: a block then holds
-neighbours, and only the centroids within its reach are computed.
+For d = 1 the centroids are sorted, and with many centroids the weights are sorted, too.  A block then holds neighbours,
+and only the centroids within its reach are computed.
 
 This file reads tau, the convergence test and the reach on the host, which stalls a GPU.
 """
@@ -32,52 +39,57 @@ from .backend import Gradients, Reduce, State, Trace, progress_size
 from .implicit import solve
 from .reference import no_mass
 
-BLOCK = 1 << 20  # attention entries in flight: smaller blocks are better for the cache, and worse for everything else
-WIDE = 64  # from this k on, a block lies in memory as (b, k): faster reductions over k
-SAFE = 80.0  # exp of logits up to this neither overflows nor vanishes, also when k of them are added
-SORTED = 32  # from this k on, sorting the weights (d = 1) costs less than it saves
+BLOCK = 1 << 20  # entries of the attention of a block: smaller blocks suit the cache, larger ones everything else
+WIDE = 64  # from this many centroids on, a block lies in memory as (b, k), where sums over centroids are faster
+SAFE = 80.0  # exp of logits up to this size neither overflows nor underflows, even if k of them are added
+SORTED = 32  # from this many centroids on, sorting the weights (d = 1) costs less than it saves
 
 
 def fits(W: Tensor, d: int) -> bool:
-    """Always: this is plain PyTorch."""
+    """Always true: this is plain PyTorch."""
     return True
 
 
 def can_advance(W: Tensor, C: Tensor) -> bool:
-    """Never: a state costs several operations here, which `Clustered` writes down readably."""
+    """Never: here a state would take several operations, which the method DKM writes down readably itself."""
     return False
 
 
 def advance(W: Tensor, state: State, options: ClusterOptions) -> tuple[Tensor, Tensor, Trace]:
+    """Not for this backend; see `can_advance`."""
     raise NotImplementedError("the blocked backend has no advance: ask can_advance first")
 
 
 class _Vectors:
-    """Flat `(N,)` tensors as columns `(d, n)`, read in blocks of `(d, b)`: upcast, and sorted where that pays."""
+    """Flat `(N,)` tensors as columns `(d, n)`, read in blocks of b columns: in `dtype`, and sorted where that pays."""
 
     def __init__(self, W: Tensor, k: int, d: int, dtype: torch.dtype):
         self.d, self.dtype, self.n = d, dtype, -(-W.numel() // d)
-        self.buffers: dict[str, Tensor] = {}  # fresh memory for every block would cost as much as filling it
+        self.buffers: dict[str, Tensor] = {}  # reused: new memory for every block would cost as much as filling it
         self.order = _local_order(W) if d == 1 and k >= SORTED else None
         if self.order is None:
             self.b = max(1, BLOCK // k)
         else:
-            # Few centroids a block: less to compute, and differences within it keep their precision.
+            # Short blocks reach few centroids: there is less to compute, and differences keep their precision.
             self.b = max(128, min(2 * BLOCK // k, 16 * self.n // k))
 
     def __iter__(self) -> Iterator[slice]:
         for first in range(0, self.n, self.b):
             yield slice(first, min(first + self.b, self.n))
 
-    def scratch(self, name: str, k: int, b: int, like: Tensor) -> Tensor:
-        """An uninitialised `(k, b)` buffer in the memory order that is faster for this k; the same one every time."""
+    def scratch(self, name: str, shape: tuple[int, int], like: Tensor) -> Tensor:
+        """An uninitialised `(k, b)` buffer, in the memory order that is faster for this k.
+
+        The same name always gets the same memory.
+        """
+        k, b = shape
         buffer = self.buffers.get(name)
         if buffer is None or buffer.numel() < k * b:
             buffer = self.buffers[name] = like.new_empty(k * b)
         return buffer[: k * b].view(b, k).t() if k >= WIDE and self.d > 1 else buffer[: k * b].view(k, b)
 
     def columns(self, flat: Tensor) -> Tensor:
-        """`(N,) -> (d, n)`, contiguous, zero-padded at the tail: turned around once, not in every iteration."""
+        """`(N,) -> (d, n)`, contiguous, with zeros after the last value: transposed once and not in every iteration."""
         if self.d == 1:
             return flat[None]
         columns = flat.new_zeros(self.d, self.n)
@@ -92,12 +104,13 @@ class _Vectors:
         return columns[0] if self.d == 1 else columns.t().reshape(-1)[:N]
 
     def read(self, columns: Tensor, block: slice) -> Tensor:
+        """`(d, b)`: a block of columns."""
         if self.order is not None:
             return columns[:, self.order[block].long()].to(self.dtype)
         return columns[:, block].to(self.dtype)
 
     def read_once(self, flat: Tensor, block: slice) -> Tensor:
-        """As `read`, of what is not worth turning around as a whole: that would take as much memory again."""
+        """`read` of a flat tensor that is needed only once: transposing all of it would take as much memory again."""
         if self.d == 1:
             return self.read(flat[None], block)
         values = flat[block.start * self.d : block.stop * self.d]
@@ -106,6 +119,7 @@ class _Vectors:
         return values.view(-1, self.d).t().to(self.dtype)
 
     def add(self, columns: Tensor, block: slice, values: Tensor) -> None:
+        """Add `(d, b)` values to a block of columns."""
         if self.order is not None:
             columns[:, self.order[block].long()] += values.to(columns.dtype)
         else:
@@ -113,12 +127,12 @@ class _Vectors:
 
 
 def _local_order(W: Tensor) -> Tensor:
-    """`(N,)` int32: sorts W within pieces.  One order of all weights would be no better, and take int64."""
+    """`(N,)` int32: the order that sorts W within pieces of 2^20 weights.  Sorting all of W would be no better."""
     order = torch.empty(W.shape, dtype=torch.int32, device=W.device)
     for first in range(0, W.numel(), 1 << 20):
         piece = W[first : first + (1 << 20)]
         if W.device.type == "cpu" and W.dtype in (torch.float32, torch.float64):
-            index = torch.from_numpy(piece.detach().numpy().argsort())  # vectorised, unlike torch's
+            index = torch.from_numpy(piece.detach().numpy().argsort())  # numpy sorts with vector instructions
         else:
             index = piece.argsort()
         order[first : first + (1 << 20)] = index.add_(first)
@@ -131,7 +145,7 @@ class _Attention:
     def __init__(self, C: Tensor, tau: float, metric: str, vectors: _Vectors):
         self.tau, self.metric, self.vectors = tau, metric, vectors
         self.slope = (2 if metric == "sqeuclidean" else 1) / tau
-        # Attention below the floor is zero.
+        # attention below the floor counts as zero
         self.floor = no_mass(C.dtype)
         self.cutoff = math.log(self.floor) - 1e-3
         self.rank = None
@@ -143,7 +157,7 @@ class _Attention:
         self.C = C
 
     def sorted(self, X: Tensor) -> Tensor:
-        """Rows of X, one a centroid, from the caller's order to that of `self.C`."""
+        """From the caller's order of the centroids, along the rows of X, to that of `self.C`."""
         return X if self.rank is None else X[self.rank]
 
     def unsorted(self, X: Tensor) -> Tensor:
@@ -151,45 +165,46 @@ class _Attention:
         return X if self.rank is None else torch.empty_like(X).index_copy_(0, self.rank, X)
 
     def __call__(self, w: Tensor) -> "_Block":
-        """`(d, b)` vectors."""
+        """The attention of a block of vectors `(d, b)`."""
         d = len(w)
-        near, D, C, center = slice(0, len(self.C)), None, self.C, None
+        near, distance, C, center = slice(0, len(self.C)), None, self.C, None
         x = w.new_ones(d + 1, w.shape[1])
         if d > 1 or len(C) >= SORTED:
             if d == 1:
                 near = self.reach(w[0])
-            # All that follows depends on differences only.  Around the block's own mean they do not cancel.
+            # All that follows depends on differences only, which are more precise relative to the mean of the block.
             center = w.mean(1, keepdim=True)
             C = C[near] - center.t()
             torch.sub(w, center, out=x[:d])
         else:
             x[:d] = w
-        w, E = x[:d], self.vectors.scratch("E", len(C), x.shape[1], x)
+        w, numerators = x[:d], self.vectors.scratch("numerators", (len(C), x.shape[1]), x)
         if self.metric == "euclidean":
-            # by differences: the matrix-product form loses small distances, and 1/D needs them
-            D = torch.cdist(C, w.t(), compute_mode="donot_use_mm_for_euclid_dist")
-            torch.div(D, -self.tau, out=E)
+            # not by matrix products, which lose small distances: the backward pass divides by them
+            distance = torch.cdist(C, w.t(), compute_mode="donot_use_mm_for_euclid_dist")
+            torch.div(distance, -self.tau, out=numerators)
         elif d == 1:
-            torch.sub(w, C, out=E)
-            torch.addcmul(E.new_zeros(()), E, E, value=-1 / self.tau, out=E)
+            torch.sub(w, C, out=numerators)
+            torch.addcmul(numerators.new_zeros(()), numerators, numerators, value=-1 / self.tau, out=numerators)
         else:
             # |w|^2 cancels in the softmax: -|w - c|^2 / tau  ->  (2 w.c - |c|^2) / tau
-            torch.mm(torch.cat([2 * C, -C.square().sum(1, keepdim=True)], 1).div_(self.tau), x, out=E)
-            if self.warm(w, C, E):
-                return _Block(near, center, x, C, E.exp_(), D)
-        # Clamped first: where exp underflows it takes 50 times as long, and so do products with the result.
-        E.sub_(E.amax(0)).clamp_(min=self.cutoff).exp_()
-        return _Block(near, center, x, C, torch.threshold_(E, self.floor, 0.0), D)
+            torch.mm(torch.cat([2 * C, -C.square().sum(1, keepdim=True)], 1).div_(self.tau), x, out=numerators)
+            if self.is_safe(w, C, numerators):
+                return _Block(near, center, x, C, numerators.exp_(), distance)
+        # Clamped before exp, which takes 50 times as long where it underflows, as do products with such results.
+        numerators.sub_(numerators.amax(0)).clamp_(min=self.cutoff).exp_()
+        return _Block(near, center, x, C, torch.threshold_(numerators, self.floor, 0.0), distance)
 
-    def warm(self, w: Tensor, C: Tensor, E: Tensor) -> bool:
-        """Whether exp needs no guards: by a bound that costs little or, where that is not enough, by looking."""
+    def is_safe(self, w: Tensor, C: Tensor, logits: Tensor) -> bool:
+        """Whether exp of the logits needs no guards.  A bound that costs little is tried first, then the logits."""
         longest, largest = (float(X.square().sum(dim).amax().sqrt()) for X, dim in ((w, 0), (C, 1)))
         if (2 * longest + largest) * largest < SAFE * self.tau:
             return True
-        return max(map(abs, torch.stack((E if E.is_contiguous() else E.t()).aminmax()).tolist())) < SAFE
+        low, high = torch.stack((logits if logits.is_contiguous() else logits.t()).aminmax()).tolist()
+        return max(abs(low), abs(high)) < SAFE
 
     def reach(self, w: Tensor) -> slice:
-        """The centroids whose logits exceed the cutoff for some of the weights `w` `(b,)`."""
+        """The centroids whose logit, relative to the largest, exceeds the cutoff for some of the weights `w` `(b,)`."""
         low, high = w.aminmax()
         far = float((w - self.levels[torch.bucketize(w, self.edges)]).abs().amax())
         if self.metric == "sqeuclidean":
@@ -202,17 +217,14 @@ class _Attention:
 
 
 class _Block(NamedTuple):
-    """A block of b vectors and the k' centroids within its reach, both relative to `center`.
-
-    E lies in a buffer that the next block takes over.
-    """
+    """A block of b vectors and the k' centroids within its reach, both relative to `center`."""
 
     near: slice  # which centroids
-    center: Tensor | None  # (d, 1); None for the origin
+    center: Tensor | None  # (d, 1); None: the origin
     x: Tensor  # (d + 1, b): the vectors and a row of ones
     C: Tensor  # (k', d)
-    E: Tensor  # (k', b) the softmax numerator
-    D: Tensor | None  # (k', b) the plain distance, where that is the metric
+    numerators: Tensor  # (k', b), of the softmax; in a buffer that the next block overwrites
+    distance: Tensor | None  # (k', b): the plain distance, where that is the metric
 
 
 def forward(
@@ -221,8 +233,9 @@ def forward(
     """W_tilde `(N,)` and the trace; see `backend.Backend`."""
     dtype, max_iter = compute_dtype(W.dtype), options.max_iter
     C, temperature = C.to(dtype), float(tau)
-    vectors = _Vectors(W, *C.shape, dtype)
-    trail = C.new_zeros(max_iter + 1, C.shape[0], C.shape[1] + 1)
+    k, d = C.shape
+    vectors = _Vectors(W, k, d, dtype)
+    trail = C.new_zeros(max_iter + 1, k, d + 1)
     trail[0, :, :-1] = C
     columns = vectors.columns(W)
     W_tilde = torch.zeros_like(columns)
@@ -238,32 +251,33 @@ def forward(
         if last:
             break
         if bool((C_next - C).abs().amax() <= options.eps):
-            # only now is it known that this iteration was the last one, which makes W_tilde
+            # that this iteration is the last one, which makes W_tilde, is known only after its sums
             _sums(columns, vectors, attention, W_tilde)
             break
         C = C_next
     trail[-1] = trail[iteration]
     del columns
-    progress = trail.new_zeros(progress_size(max_iter))  # no notes: zeros, because an output must be defined
+    # This backward pass needs no notes.  Zeros, because outputs of an operator must be the same every time.
+    progress = trail.new_zeros(progress_size(max_iter))
     trace = Trace(torch.tensor(iteration, device=W.device), trail, progress)
     return vectors.flat(W_tilde, W.numel()), trace
 
 
 def _sums(W: Tensor, vectors: _Vectors, attention: _Attention, W_tilde: Tensor | None) -> Tensor:
-    """A^T [W, 1], `(k, d + 1)`; also adds A C to `W_tilde` where one is given."""
+    """A^T [W, 1], `(k, d + 1)`.  If `W_tilde` is given, A C is added to it."""
     d = vectors.d
     total = attention.C.new_zeros(len(attention.C), d + 1)
     for at in vectors:
         block = attention(vectors.read(W, at))
-        share = block.E.sum(0).reciprocal_()
-        sums = block.E @ (block.x * share).t()
-        averages = (block.C.t() @ block.E).mul_(share) if W_tilde is not None else None
+        share = block.numerators.sum(0).reciprocal_()
+        sums = block.numerators @ (block.x * share).t()
         if block.center is not None:
             sums[:, :d] += sums[:, d:] * block.center.t()
-            if averages is not None:
-                averages += block.center
         total[block.near] += sums
         if W_tilde is not None:
+            averages = (block.C.t() @ block.numerators).mul_(share)
+            if block.center is not None:
+                averages += block.center
             vectors.add(W_tilde, at, averages)
     return attention.unsorted(total)
 
@@ -279,56 +293,62 @@ def backward(
     centroids: bool = True,
 ) -> Gradients:
     """From the gradient of W_tilde to those of W and, where asked for, of the centroids; see `backend.Backend`."""
-    trail, r, gradient = trace.trail, int(trace.iterations), options.gradient
+    trail, used, gradient = trace.trail, int(trace.iterations), options.gradient
     k, d, dtype, temperature = trail.shape[1], trail.shape[2] - 1, trail.dtype, float(tau)
     vectors = _Vectors(W, k, d, dtype)
     columns = vectors.columns(W)
-    # Several iterations add up in dW: in 16 bit the sum would lose what the arithmetic kept.
+    # Several iterations are added up in dW: a sum in 16 bit would lose precision.
     dW = torch.zeros_like(columns, dtype=dtype)
 
     def add_up(dC: Tensor | None) -> Tensor | None:
         return dC if reduce is None or dC is None else reduce(dC)
 
     def through_update(dC: Tensor, t: int, dW: Tensor | None, wanted: bool = True) -> Tensor | None:
-        """Through iteration t: from the gradient of the centroids that it made to the gradient, where wanted, of
-        those that it started from."""
+        """Through iteration t: from the gradient of the centroids that it made to the gradient, if wanted, of those
+        that it started from.  What the weights receive is added to `dW`, if that is given."""
         C, C_next, mass = trail[t, :, :d], trail[t + 1, :, :d], trail[t + 1, :, d:]
         H = torch.where(mass <= no_mass(dtype), 0.0, dC / mass)
         attention = _Attention(C, temperature, options.metric, vectors)
         return add_up(_through_update(H, C_next, columns, dW, vectors, attention, wanted))
 
-    last = _Attention(trail[r - 1, :, :d], temperature, options.metric, vectors)
-    further = gradient == "implicit" or (gradient == "unrolled" and r > 1)
+    def through_last_update(dC: Tensor) -> Tensor:
+        result = through_update(dC, used - 1, None)
+        assert result is not None
+        return result
+
+    last = _Attention(trail[used - 1, :, :d], temperature, options.metric, vectors)
+    further = gradient == "implicit" or (gradient == "unrolled" and used > 1)
     dC = add_up(_through_output(G, columns, dW, vectors, last, centroids or further))
     if gradient == "unrolled":
-        for t in range(r - 2, -1, -1):
+        for t in range(used - 2, -1, -1):
             assert dC is not None
             stayed = torch.where(trail[t + 1, :, d:] <= no_mass(dtype), dC, 0.0)
             dC = through_update(dC, t, dW, centroids or t > 0)
             dC = None if dC is None else stayed + dC
     elif gradient == "implicit":
-        dC = solve(dC, lambda u: through_update(u, r - 1, None))
-        through_update(dC, r - 1, dW, False)
+        assert dC is not None
+        dC = solve(dC, through_last_update)
+        through_update(dC, used - 1, dW, False)
     return Gradients(vectors.flat(dW.to(W.dtype), W.numel()), dC if centroids else None)
 
 
 def _through_output(
     G: Tensor, W: Tensor, dW: Tensor, vectors: _Vectors, attention: _Attention, wanted: bool
 ) -> Tensor | None:
-    """W_tilde = A C: adds to dW, returns the gradient of C where it is wanted."""
+    """W_tilde = A C: adds to dW, and returns the gradient of C if it is wanted."""
     d = vectors.d
     dC = torch.zeros_like(attention.C)
     for at in vectors:
         block, g = attention(vectors.read(W, at)), vectors.read_once(G, at)
-        R = torch.cat([block.C, torch.ones_like(block.C[:, :1])], dim=1)  # (k', d + 1)
-        averages = R.t() @ block.E  # rows: C^T E, z
+        left = torch.cat([block.C, torch.ones_like(block.C[:, :1])], dim=1)  # (k', d + 1)
+        averages = left.t() @ block.numerators  # rows: C^T numerators, denominator
         share = averages[d:].reciprocal()
-        L = g.new_empty(d + 1, g.shape[1])
-        torch.mul(g, share, out=L[:d])
-        L[d] = -(L[:d] * averages[:d]).sum(0) * share[0]
-        pull, dw = _through_distance(block, R, L, attention.slope, vectors, wanted)
-        if pull is not None:
-            dC[block.near] += pull.addmm_(block.E, L[:d].t())
+        right = g.new_empty(d + 1, g.shape[1])
+        torch.mul(g, share, out=right[:d])
+        right[d] = -(right[:d] * averages[:d]).sum(0) * share[0]
+        dC_block, dw = _through_distance(block, left, right, attention.slope, vectors, wanted)
+        if dC_block is not None:
+            dC[block.near] += dC_block.addmm_(block.numerators, right[:d].t())
         vectors.add(dW, at, dw)
     return attention.unsorted(dC) if wanted else None
 
@@ -336,7 +356,7 @@ def _through_output(
 def _through_update(
     H: Tensor, C_next: Tensor, W: Tensor, dW: Tensor | None, vectors: _Vectors, attention: _Attention, wanted: bool
 ) -> Tensor | None:
-    """C' = (A^T W) / mass, with H = dC' / mass: adds to dW where one is given, returns the gradient of C where it is
+    """C' = (A^T W) / mass, with H = dC' / mass: adds to dW if it is given, and returns the gradient of C if it is
     wanted."""
     d = vectors.d
     dC = torch.zeros_like(attention.C)
@@ -347,34 +367,38 @@ def _through_update(
         target = C_next[block.near] if block.center is None else C_next[block.near] - block.center.t()
         offset = (h * target).sum(1, keepdim=True)
         one = torch.ones_like(offset)
-        averages = torch.cat([h, offset, one], dim=1).t() @ block.E  # rows: H^T E, (H . C') E, z
+        # rows: H^T numerators, (H . C') numerators, denominator
+        averages = torch.cat([h, offset, one], dim=1).t() @ block.numerators
         share = averages[d + 1 :].reciprocal()
         AH = averages[: d + 1].mul_(share)
-        s = (block.x[:d] * AH[:d]).sum(0).sub_(AH[d])
-        L = s.new_empty(d + 2, len(s))
-        torch.mul(block.x, share, out=L[: d + 1])
-        torch.mul(s, L[d], out=L[d + 1])
-        pull, dw = _through_distance(block, torch.cat([h, -offset, -one], dim=1), L, attention.slope, vectors, wanted)
-        if pull is not None:
-            dC[block.near] += pull
+        mean = (block.x[:d] * AH[:d]).sum(0).sub_(AH[d])
+        right = mean.new_empty(d + 2, len(mean))
+        torch.mul(block.x, share, out=right[: d + 1])
+        torch.mul(mean, right[d], out=right[d + 1])
+        left = torch.cat([h, -offset, -one], dim=1)  # (k', d + 2)
+        dC_block, dw = _through_distance(block, left, right, attention.slope, vectors, wanted)
+        if dC_block is not None:
+            dC[block.near] += dC_block
         if dW is not None:
             vectors.add(dW, at, dw.add_(AH[:d]))
     return attention.unsorted(dC) if wanted else None
 
 
 def _through_distance(
-    block: _Block, R: Tensor, L: Tensor, slope: float, vectors: _Vectors, wanted: bool
+    block: _Block, left: Tensor, right: Tensor, slope: float, vectors: _Vectors, wanted: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """dA - s = R L -> the gradients, through the softmax and the distance, of C `(k', d)`, where that is wanted, and of
-    w `(d, b)`."""
+    """From `dA - mean = left @ right`, where `right` is already divided by the denominator, through the softmax and the
+    distance: the gradients of C `(k', d)`, if it is wanted, and of w `(d, b)`."""
     d = len(block.x) - 1
-    e = torch.mm(R, L, out=vectors.scratch("e", *block.E.shape, L)).mul_(block.E)
-    if block.D is not None:
-        e.div_(block.D).masked_fill_(block.D == 0, 0)
-    dw = block.C.t() @ e
-    if block.D is not None:
-        dw.addcmul_(e.sum(0), block.x[:d], value=-1)  # for the squared distance, e sums to zero
+    k, b = block.numerators.shape
+    dlogits = torch.mm(left, right, out=vectors.scratch("dlogits", (k, b), right)).mul_(block.numerators)
+    if block.distance is not None:
+        dlogits.div_(block.distance).masked_fill_(block.distance == 0, 0)
+    dw = block.C.t() @ dlogits
+    if block.distance is not None:
+        # for the squared distance, this sum over the centroids is zero
+        dw.addcmul_(dlogits.sum(0), block.x[:d], value=-1)
     if not wanted:
         return None, dw.mul_(slope)
-    pulled = e @ block.x.t()
-    return (pulled[:, :d] - pulled[:, d:] * block.C).mul_(slope), dw.mul_(slope)
+    sums = dlogits @ block.x.t()
+    return (sums[:, :d] - sums[:, d:] * block.C).mul_(slope), dw.mul_(slope)

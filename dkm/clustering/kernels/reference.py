@@ -1,6 +1,6 @@
-"""Section 3 of the paper, literally: the attention is a tensor and autograd does the rest.
+"""Section 3 of the paper, literally: the attention A `(n, k)` is a tensor, and autograd differentiates.
 
-Memory is O(iterations * n * k).  Every other implementation is tested against this one.
+It takes O(iterations * n * k) memory.  Every other implementation is tested against this one.
 """
 
 import torch
@@ -10,21 +10,24 @@ from ..options import ClusterOptions
 
 
 def distance(W: Tensor, C: Tensor, metric: str) -> Tensor:
-    """`(n, d), (k, d) -> (n, k)`: the squared or the plain Euclidean distance of every pair."""
+    """The squared or the plain Euclidean distance of every vector to every centroid: `(n, d), (k, d) -> (n, k)`."""
     difference = W[:, None, :] - C[None, :, :]
     if metric == "sqeuclidean":
         return difference.square().sum(-1)
-    return torch.linalg.vector_norm(difference, dim=-1)  # its gradient at 0 is 0, not NaN
+    return torch.linalg.vector_norm(difference, dim=-1)  # unlike that of sqrt, its gradient at 0 is 0 and not NaN
 
 
 def no_mass(dtype: torch.dtype) -> float:
-    """The attention mass up to which a centroid counts as empty: below it, products with a weight underflow."""
+    """The attention mass up to which a centroid counts as empty: below it, products of mass and weight underflow."""
     info = torch.finfo(dtype)
     return info.tiny / info.eps
 
 
 def cluster(W: Tensor, C: Tensor, tau: Tensor, options: ClusterOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """`(n, d), (k, d) -> (W_tilde, C_next, iterations)`, differentiable in W, C and tau."""
+    """W_tilde `(n, d)`, the next centroids `(k, d)` and the number of iterations, from W `(n, d)` and C `(k, d)`.
+
+    W_tilde is differentiable in W, C and tau, as `options.gradient` says.
+    """
     with torch.set_grad_enabled(torch.is_grad_enabled() and options.gradient == "unrolled"):
         for iteration in range(1, options.max_iter + 1):
             A, C_next = update(W, C, tau, options.metric)
@@ -40,7 +43,7 @@ def cluster(W: Tensor, C: Tensor, tau: Tensor, options: ClusterOptions) -> tuple
 
 
 def update(W: Tensor, C: Tensor, tau: Tensor, metric: str) -> tuple[Tensor, Tensor]:
-    """One iteration: the attention `(n, k)` and the centroids it makes `(k, d)`."""
+    """One iteration: the attention `(n, k)`, and the centroids `(k, d)` that follow from it; an empty one stays."""
     A = torch.softmax(-distance(W, C, metric) / tau, dim=1)
     mass = A.sum(0)[:, None]
     empty = mass <= no_mass(W.dtype)
@@ -48,9 +51,9 @@ def update(W: Tensor, C: Tensor, tau: Tensor, metric: str) -> tuple[Tensor, Tens
 
 
 def _fixed_point(W: Tensor, C: Tensor, tau: Tensor, metric: str) -> Tensor:
-    """C as the function of W and tau that the equation C = update(W, C) defines.
+    """C, with the gradient that it has as the solution of C = update(W, C, tau), a function of W and tau.
 
-    Its gradient is exact: the hook solves u = v + J^T u for the gradient v that arrives, and passes u on to W and tau.
+    The gradient is exact: for the gradient v that arrives, a hook solves u = v + J^T u, and u goes on to W and tau.
     """
     A, C_next = update(W, C, tau, metric)
     attached = C + (C_next - C_next.detach())
@@ -61,7 +64,7 @@ def _fixed_point(W: Tensor, C: Tensor, tau: Tensor, metric: str) -> Tensor:
 
     def solve(v: Tensor) -> Tensor:
         J = torch.autograd.functional.jacobian(lambda c: update(W, c, tau, metric)[1], C)
-        J = torch.where(empty, 0.0, J).reshape(C.numel(), C.numel())  # an empty centroid is a constant
+        J = torch.where(empty, 0.0, J).reshape(C.numel(), C.numel())  # an empty centroid does not depend on anything
         return torch.linalg.solve(torch.eye(len(J), dtype=J.dtype, device=J.device) - J.T, v.reshape(-1)).view_as(C)
 
     attached.register_hook(solve)

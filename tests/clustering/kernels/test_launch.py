@@ -1,6 +1,7 @@
-"""Launches, with a kernel that writes down who launched it: Triton, or we."""
+"""Launches, with a kernel that writes down how it was launched: through Triton, or directly."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,16 +10,17 @@ from dkm.clustering.kernels.triton import launch
 
 
 class Kernel:
-    """As much of Triton's as `quick` uses."""
+    """As much of a Triton kernel as `quick` uses."""
 
     arg_names = ("X", "N", "BLOCK", "EXACT")
+    params = tuple(SimpleNamespace(name=name, is_constexpr=name in ("BLOCK", "EXACT")) for name in arg_names)
 
     def __init__(self):
         self.launches = []
 
     def __getitem__(self, grid):
-        def launch(*arguments, **constants):
-            self.launches.append(("triton", grid, arguments, constants))
+        def launch(**arguments):
+            self.launches.append(("triton", grid, arguments))
             return {(*grid, 1, 1): lambda *a: self.launches.append(("quick", grid, a))}
 
         return launch
@@ -46,19 +48,38 @@ def by(kernel: Kernel) -> list[str]:
 def test_the_second_launch_of_a_kind(kernel):
     X = torch.zeros(8)
     run = launch._Quick(kernel)[(3,)]
-    run(X, 8, EXACT=True, BLOCK=64, num_warps=4)
-    run(X, 8, EXACT=True, BLOCK=64, num_warps=4)
+    arguments = dict(EXACT=True, N=8, BLOCK=64, X=X, num_warps=4)
+    run(**arguments)
+    run(**arguments)
     assert [x for x in kernel.launches if isinstance(x, tuple)] == [
-        ("triton", (3,), (X, 8), dict(EXACT=True, BLOCK=64, num_warps=4)),
-        ("quick", (3,), (X, 8, 64, True)),  # constants in the order of the kernel, options left out
+        ("triton", (3,), arguments),
+        ("quick", (3,), (X, 8, 64, True)),  # in the order of the kernel, options left out
     ]
+
+
+def test_keywords_in_another_order(kernel):
+    """Values are found by their names, whatever their order: these two launches differ only in what 8 and 64 are."""
+    X = torch.zeros(8)
+    run = launch._Quick(kernel)[(1,)]
+    for _ in range(2):
+        run(X=X, N=8, BLOCK=64, EXACT=True)
+        run(X=X, BLOCK=8, N=64, EXACT=True)
+    launches = [x for x in kernel.launches if isinstance(x, tuple)]
+    assert [x[2] for x in launches if x[0] == "quick"] == [(X, 8, 64, True), (X, 64, 8, True)]
+
+
+def test_an_argument_is_missing(kernel):
+    run = launch._Quick(kernel)[(1,)]
+    run(X=torch.zeros(8), N=8, BLOCK=64, EXACT=True)
+    with pytest.raises(KeyError, match="X"):
+        run(N=8, BLOCK=64, EXACT=True)
 
 
 def test_on_the_device_of_the_first_argument(kernel):
     X = torch.zeros(8)
     run = launch._Quick(kernel)[(1,)]
-    run(X, 8, BLOCK=64, EXACT=True)
-    run(X, 8, BLOCK=64, EXACT=True)
+    run(X=X, N=8, BLOCK=64, EXACT=True)
+    run(X=X, N=8, BLOCK=64, EXACT=True)
     assert [x if not isinstance(x, tuple) else x[0] for x in kernel.launches] == [
         X.device, "triton", "back", X.device, "quick", "back"
     ]  # fmt: skip
@@ -78,33 +99,33 @@ def test_on_the_device_of_the_first_argument(kernel):
     ],
     ids=["grid", "dtype", "type", "number", "constant", "option", "alignment", "device"],
 )
-def test_another_kind_is_triton_s(grid, X, N, constants, kernel):
-    kernel_of_ours = launch._Quick(kernel)
-    kernel_of_ours[(1,)](torch.zeros(8), 8, BLOCK=64, EXACT=True)
-    kernel_of_ours[grid](X, N, **constants)
+def test_another_kind_goes_through_triton(grid, X, N, constants, kernel):
+    quick_kernel = launch._Quick(kernel)
+    quick_kernel[(1,)](X=torch.zeros(8), N=8, BLOCK=64, EXACT=True)
+    quick_kernel[grid](X=X, N=N, **constants)
     assert by(kernel) == ["triton", "triton"]
 
 
-def test_without_alignment_always_triton_s(kernel):
+def test_without_alignment_every_launch_goes_through_triton(kernel):
     X = torch.zeros(9)[1:]
     run = launch._Quick(kernel)[(1,)]
     for _ in range(3):
-        run(X, 8, BLOCK=64, EXACT=True)
+        run(X=X, N=8, BLOCK=64, EXACT=True)
     assert by(kernel) == ["triton"] * 3
 
 
 def test_a_float_is_of_one_kind(kernel):
-    """A temperature that is another one in every step must not fill the memory."""
+    """Otherwise a temperature that changes at every step would fill the memory with kinds."""
     run = launch._Quick(kernel)[(1,)]
     for number in (0.5, 0.25, 1.0):
-        run(torch.zeros(8), number, BLOCK=64, EXACT=True)
+        run(X=torch.zeros(8), N=number, BLOCK=64, EXACT=True)
     assert by(kernel) == ["triton", "quick", "quick"]
 
 
-def test_where_triton_only_looks(kernel, monkeypatch):
-    """It compiles in the background, or a hook keeps it from launching."""
+def test_triton_returns_no_compiled_kernel(kernel, monkeypatch):
+    """It does so where it compiles in the background, or where a hook keeps it from launching."""
     monkeypatch.setattr(launch, "CompiledKernel", int)
     run = launch._Quick(kernel)[(1,)]
     for _ in range(2):
-        run(torch.zeros(8), 8, BLOCK=64, EXACT=True)
+        run(X=torch.zeros(8), N=8, BLOCK=64, EXACT=True)
     assert by(kernel) == ["triton", "triton"]

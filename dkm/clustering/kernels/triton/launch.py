@@ -1,6 +1,8 @@
-"""Launches that take Python little time: a network has many layers, and each of them a launch or two in every pass."""
+"""Launches that take little time in Python: a network has many layers, and each of them a launch or two per pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -8,45 +10,81 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 
-def quick(kernel: triton.JITFunction):
-    """A kernel, launched as ever: `kernel[grid](*arguments, **constants_and_options)`, but on the device of the first
-    argument, a tensor; Triton would take the current one."""
-    return _Quick(kernel) if isinstance(kernel, triton.JITFunction) else kernel  # or it is interpreted
+class Kernel(Protocol):
+    """What can be launched: `kernel[grid](name=value, ...)`, with all arguments, constants and options by keyword."""
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]: ...
+
+
+def quick(kernel: Any) -> Kernel:
+    """Decorate a Triton kernel so that launching it takes little time.
+
+    It is launched on the device of its first argument, a tensor; Triton itself would take the current device.
+    """
+    return _Quick(kernel) if isinstance(kernel, triton.JITFunction) else kernel  # otherwise it is interpreted
+
+
+class _Order(NamedTuple):
+    """How to read the keywords of a launch, found once for each set of names that a kernel is launched with."""
+
+    run_time: Callable[[dict[str, Any]], tuple]  # the arguments that are known at run time
+    constants: Callable[[dict[str, Any]], tuple]  # all others: compile-time constants, and options of the launch
 
 
 class _Quick:
-    """Triton finds the compiled form of a kernel by what it makes of every argument and of every constant.
+    """Triton finds the compiled form of a kernel by an analysis of every argument and of every constant.
 
-    Here it is found by the arguments themselves, and only the first launch of its kind is Triton's.
+    Here it is found by the arguments themselves, and only the first launch of each kind goes through Triton.
     """
 
-    def __init__(self, kernel: triton.JITFunction):
+    def __init__(self, kernel: Any):
         self.kernel = kernel
-        self.compiled: dict[tuple, tuple[Callable, list]] = {}
+        self.first = kernel.arg_names[0]
+        self.all_arguments = _getter(kernel.arg_names)  # in the order in which compiled code takes them
+        self.orders: dict[tuple[str, ...], _Order] = {}
+        self.compiled: dict[tuple, Callable[..., None]] = {}
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return lambda *arguments, **constants: self._launch(grid, arguments, constants)
+        return lambda **arguments: self._launch(grid, arguments)
 
-    def _launch(self, grid: tuple[int], arguments: tuple, constants: dict) -> None:
-        device = arguments[0].device
-        kind = [grid, device, *constants.items()]
+    def _launch(self, grid: tuple[int], arguments: dict[str, Any]) -> None:
+        device = arguments[self.first].device
+        names = tuple(arguments)
+        order = self.orders.get(names) or self._order(names)
+        # The names are part of the kind: they say which option or constant a value belongs to.
+        parts: list[Any] = [grid, device, names, order.constants(arguments)]
         addresses = 0
-        for argument in arguments:
+        for argument in order.run_time(arguments):
             if isinstance(argument, Tensor):
                 addresses |= argument.data_ptr()
-                kind.append(argument.dtype)
+                parts.append(argument.dtype)
             elif isinstance(argument, float):
-                kind.append(float)  # whatever its value
+                parts.append(float)  # compiled code does not depend on its value
             else:
-                kind += argument, type(argument)  # 1 and True are equal, and not the same to a kernel
-        kind = tuple(kind)
-        aligned = addresses % 16 == 0  # all of them: compiled code may rely on it
+                parts += argument, type(argument)  # 1 and True are equal, but not the same to a kernel
+        kind = tuple(parts)
+        aligned = addresses % 16 == 0  # all tensors are: compiled code may rely on it
         with torch.cuda.device(device):
             if aligned and kind in self.compiled:
-                launch, rest = self.compiled[kind]
-                launch(*arguments, *rest)
+                self.compiled[kind](*self.all_arguments(arguments))
                 return
-            compiled = self.kernel[grid](*arguments, **constants)
-        if aligned and isinstance(compiled, CompiledKernel):  # Triton may be told to do something else
-            rest = [constants[name] for name in self.kernel.arg_names[len(arguments) :]]
-            self.compiled[kind] = compiled[*grid, 1, 1], rest
+            compiled = self.kernel[grid](**arguments)
+        # Triton may return something else: where it compiles in the background, or where a hook keeps it from launching
+        if aligned and isinstance(compiled, CompiledKernel):
+            self.compiled[kind] = compiled[*grid, 1, 1]
+
+    def _order(self, names: tuple[str, ...]) -> _Order:
+        run_time = {parameter.name for parameter in self.kernel.params if not parameter.is_constexpr}
+        order = _Order(
+            _getter([name for name in names if name in run_time]),
+            _getter([name for name in names if name not in run_time]),
+        )
+        self.orders[names] = order
+        return order
+
+
+def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple]:
+    """A function from a dictionary to the tuple of its values for these names."""
+    if len(names) < 2:  # itemgetter would return the value itself
+        return lambda arguments: tuple(arguments[name] for name in names)
+    return itemgetter(*names)

@@ -1,0 +1,340 @@
+"""The kernel of the forward pass.
+
+A program walks over tiles of vectors and adds up what they contribute to the centroids in its row of `partial`.  When
+all programs have arrived at a barrier, the rows are added in a fixed order, each program taking a few centroids, and
+after another barrier the next iteration begins.  The result therefore does not depend on timing.  Every program sees
+by itself whether the centroids have converged, so the host never waits.
+
+Programs that wait for one another must all be on the chip at once: a launch of PHASE = ALL is cooperative.  Where there
+can be no barriers, the host launches one phase after the other.  That is so in the interpreter, which runs one program
+after another, and where processes that share a weight add up their sums in between.
+
+Names are explained in the glossary of `triton/__init__.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from ..launch import quick
+from . import differences, products, windows
+from .product_tables import write_logit_table
+from .steps import (
+    ALL,
+    APPLY,
+    CHECKSUM,
+    FOLD,
+    LOG2E,
+    MAP,
+    PREPARE,
+    PROGRESS_CHECKSUM,
+    PROGRESS_FORWARD_BARRIER,
+    PROGRESS_MOVES,
+    SUMS,
+    barrier,
+    fold,
+    fold_into_first_row,
+    load_rows,
+    pick_column,
+)
+
+
+@triton.jit
+def _checksum(W, N, program, programs, SIZE: tl.constexpr):
+    """The sum of the bits of this program's share of the weights, int64."""
+    if W.dtype.element_ty.primitive_bitwidth == 16:
+        bits = W.to(tl.pointer_type(tl.int16), bitcast=True)
+    else:
+        bits = W.to(tl.pointer_type(tl.int32), bitcast=True)
+    total = tl.zeros((SIZE,), tl.int64)
+    for first in range(program * SIZE, N, programs * SIZE):
+        offs = first + tl.arange(0, SIZE)
+        total += tl.load(bits + offs, mask=offs < N, other=0).to(tl.int64)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _moment(checksum, seen, step, unit, hot, decay, relative, steps):
+    """Whether this weight differs from the one seen last, the number of this step, and its temperature."""
+    changed = tl.load(checksum, cache_modifier=".cg") != tl.load(seen)
+    now = tl.load(step) + changed.to(tl.int64)
+    return changed, now, _temperature(now, unit, hot, decay, relative, steps)
+
+
+@triton.jit
+def _temperature(now, unit, hot, decay, relative, steps):
+    """`temperature.Law` at step `now`."""
+    fraction = tl.minimum(now.to(tl.float32) / steps, 1.0)
+    return tl.where(relative != 0, tl.load(unit), 1.0) * hot * tl.exp2(decay * fraction)
+
+
+@triton.jit
+def _begin(
+    C, start, trail, workspace, K, K_PADDED, scale, program, programs, STATEFUL: tl.constexpr, PRODUCTS: tl.constexpr,
+    D: tl.constexpr, D_SEGMENT: tl.constexpr, ROW_WIDTH: tl.constexpr, GROUP_K: tl.constexpr,
+):  # fmt: skip
+    """Copy C to the first row of the trail, with zeros as masses and, if STATEFUL, to `start`.
+
+    PRODUCTS: write the table of the first iteration as well.
+    """
+    column = tl.arange(0, ROW_WIDTH)
+    for group in range(program * GROUP_K, K_PADDED, programs * GROUP_K):
+        offs_k = group + tl.arange(0, GROUP_K)
+        first = load_rows(C, offs_k, K, D, D, ROW_WIDTH)
+        if STATEFUL:
+            ptrs = start + offs_k[:, None] * D + column[None, :]
+            tl.store(ptrs, first, mask=(offs_k < K)[:, None] & (column < D)[None, :])
+        ptrs = trail + offs_k[:, None] * (D + 1) + column[None, :]
+        tl.store(ptrs, first, mask=(offs_k < K)[:, None] & (column <= D)[None, :])
+        if PRODUCTS:
+            write_logit_table(
+                logit_table=workspace, C=first, offs_k=offs_k, K=K, K_PADDED=K_PADDED, scale=scale, D=D,
+                D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH,
+            )  # fmt: skip
+
+
+@triton.jit
+def _move(
+    trail, moves, partial, workspace, PARTIAL_ROWS, K, K_PADDED, scale, no_mass, t, program, programs,
+    PRODUCTS: tl.constexpr, D: tl.constexpr, D_SEGMENT: tl.constexpr, ROW_WIDTH: tl.constexpr, GROUP_K: tl.constexpr,
+    FOLD_ROWS: tl.constexpr,
+):  # fmt: skip
+    """From the sums of iteration t to row t + 1 of the trail, and to how far a centroid has moved at most."""
+    column = tl.arange(0, ROW_WIDTH)
+    for group in range(program * GROUP_K, K_PADDED, programs * GROUP_K):
+        offs_k = group + tl.arange(0, GROUP_K)
+        sums = fold(
+            partial=partial, PARTIAL_ROWS=PARTIAL_ROWS, offs_k=offs_k, K_PADDED=K_PADDED, CLEAR=False, D=D,
+            ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K, FOLD_ROWS=FOLD_ROWS,
+        )  # fmt: skip
+        mass = pick_column(sums, D, ROW_WIDTH)
+        C = load_rows(trail + t * K * (D + 1), offs_k, K, D + 1, D, ROW_WIDTH)
+        empty = mass <= no_mass
+        valid = (offs_k < K)[:, None] & (column < D)[None, :]
+        C_next = tl.where(valid, tl.where(empty, C, sums / tl.where(empty, 1.0, mass)), 0.0)
+        tl.atomic_max(moves + t, tl.max(tl.max(tl.abs(C_next - C), 1), 0))
+        ptrs = trail + (t + 1) * K * (D + 1) + offs_k[:, None] * (D + 1) + column[None, :]
+        row = tl.where((column == D)[None, :], mass, C_next)
+        tl.store(ptrs, row, mask=(offs_k < K)[:, None] & (column <= D)[None, :])
+        if PRODUCTS:
+            write_logit_table(
+                logit_table=workspace + (t + 1) * K_PADDED * 8 * D_SEGMENT, C=C_next, offs_k=offs_k, K=K,
+                K_PADDED=K_PADDED, scale=scale, D=D, D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sums(
+    W, counts, trail, workspace, scale, partial, W_tilde, N, n, K, K_PADDED, t, program, programs,
+    PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
+    D_SEGMENT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr,
+    SORT_TILE: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """The sums of iteration t, in the way that suits the sizes; FIRST says that t is 0."""
+    if SORT_TILE:
+        windows.sums(
+            W=W, W_tilde=W_tilde, C=trail + t * K * 2, scale=scale, partial=partial, workspace=workspace, N=N, K=K,
+            K_PADDED=K_PADDED, program=program, programs=programs, FIRST=FIRST, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N,
+            SORT_TILE=SORT_TILE,
+        )  # fmt: skip
+    elif PRODUCTS:
+        products.sums(
+            W=W, logit_table=workspace + t * K_PADDED * 8 * D_SEGMENT, scale=scale, partial=partial, W_tilde=W_tilde,
+            N=N, n=n, K_PADDED=K_PADDED, program=program, programs=programs, FIRST=FIRST, D=D, D_SEGMENT=D_SEGMENT,
+            BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES,
+        )  # fmt: skip
+    else:
+        differences.sums(
+            W=W, counts=counts, C=trail + t * K * (D + 1), scale=scale, partial=partial, W_tilde=W_tilde, N=N, n=n,
+            K=K, K_PADDED=K_PADDED, program=program, programs=programs, FIRST=FIRST, D=D, D_PADDED=D_PADDED,
+            BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES, EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _iteration(
+    W, counts, trail, workspace, scale, partial, W_tilde, N, n, K, K_PADDED, t, program, programs,
+    PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
+    D_SEGMENT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr,
+    SORT_TILE: tl.constexpr,
+):  # fmt: skip
+    """The sums of iteration t.  The first iteration also writes W_tilde, or the order that `windows` keeps there."""
+    if t == 0:
+        _sums(
+            W=W, counts=counts, trail=trail, workspace=workspace, scale=scale, partial=partial, W_tilde=W_tilde, N=N,
+            n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs, PRODUCTS=PRODUCTS,
+            EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
+            BLOCK_N=BLOCK_N, K_TILES=K_TILES, SORT_TILE=SORT_TILE, FIRST=True,
+        )  # fmt: skip
+    else:
+        _sums(
+            W=W, counts=counts, trail=trail, workspace=workspace, scale=scale, partial=partial, W_tilde=W_tilde, N=N,
+            n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs, PRODUCTS=PRODUCTS,
+            EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
+            BLOCK_N=BLOCK_N, K_TILES=K_TILES, SORT_TILE=SORT_TILE, FIRST=False,
+        )  # fmt: skip
+
+
+@quick
+@triton.jit(do_not_specialize=["n", "K", "K_PADDED", "PARTIAL_ROWS", "max_iter", "relative", "steps", "t"])
+def forward_kernel(
+    W, counts, C, start, seen, step, unit, tau, trail, progress, partial, workspace, iterations, W_tilde, N, n, K,
+    K_PADDED, PARTIAL_ROWS, eps, no_mass, max_iter, hot, decay, relative, steps, t, PHASE: tl.constexpr,
+    STATEFUL: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
+    D_PADDED: tl.constexpr, D_SEGMENT: tl.constexpr, ROW_WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, K_TILES: tl.constexpr, GROUP_K: tl.constexpr, FOLD_ROWS: tl.constexpr,
+    SORT_TILE: tl.constexpr,
+):  # fmt: skip
+    """Up to max_iter iterations, then W_tilde = A C with the A and the C that belong together.
+
+    The first iteration writes W_tilde as well: late in a training it is often the last one.
+
+    STATEFUL: the iterations start from C or, if the weight is the one seen last, from `start`, at the temperature of
+    the step.  C, start, seen and step are brought up to date in place, and tau is written.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    row = K * (D + 1)
+    checksum = (progress + PROGRESS_CHECKSUM).to(tl.pointer_type(tl.int64), bitcast=True)
+    counter = (progress + PROGRESS_FORWARD_BARRIER).to(tl.pointer_type(tl.int32), bitcast=True)
+    moves = progress + PROGRESS_MOVES
+    if STATEFUL and (PHASE == ALL or PHASE == CHECKSUM):
+        tl.atomic_add(checksum, _checksum(W, N, program, programs, 1024))
+    if PHASE == ALL:
+        if STATEFUL:
+            # Most likely the weight has changed.  Preparing for that before the checksum is known saves a barrier.
+            temperature = _temperature(tl.load(step) + 1, unit, hot, decay, relative, steps)
+        else:
+            temperature = tl.load(tau)
+        scale = LOG2E / temperature
+        _begin(
+            C=C, start=C, trail=trail, workspace=workspace, K=K, K_PADDED=K_PADDED, scale=scale, program=program,
+            programs=programs, STATEFUL=False, PRODUCTS=PRODUCTS, D=D, D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH,
+            GROUP_K=GROUP_K,
+        )  # fmt: skip
+        barrier(counter, programs)
+        if STATEFUL:
+            changed, _now, temperature = _moment(checksum, seen, step, unit, hot, decay, relative, steps)
+            scale = LOG2E / temperature
+            if program == 0:
+                tl.store(tau, temperature)
+            if changed:
+                _begin(
+                    C=C, start=start, trail=trail, workspace=workspace, K=K, K_PADDED=K_PADDED, scale=scale,
+                    program=program, programs=programs, STATEFUL=True, PRODUCTS=False, D=D, D_SEGMENT=D_SEGMENT,
+                    ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K,
+                )  # fmt: skip
+            else:
+                _begin(
+                    C=start, start=start, trail=trail, workspace=workspace, K=K, K_PADDED=K_PADDED, scale=scale,
+                    program=program, programs=programs, STATEFUL=False, PRODUCTS=PRODUCTS, D=D, D_SEGMENT=D_SEGMENT,
+                    ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K,
+                )  # fmt: skip
+                barrier(counter, programs)
+    elif PHASE != CHECKSUM:
+        if STATEFUL and PHASE == PREPARE:
+            changed, _now, temperature = _moment(checksum, seen, step, unit, hot, decay, relative, steps)
+            if program == 0:
+                tl.store(tau, temperature)
+        else:
+            changed = True
+            temperature = tl.load(tau)
+        scale = LOG2E / temperature
+        if PHASE == PREPARE:
+            if changed:
+                _begin(
+                    C=C, start=start, trail=trail, workspace=workspace, K=K, K_PADDED=K_PADDED, scale=scale,
+                    program=program, programs=programs, STATEFUL=STATEFUL, PRODUCTS=PRODUCTS, D=D,
+                    D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K,
+                )  # fmt: skip
+            else:
+                _begin(
+                    C=start, start=start, trail=trail, workspace=workspace, K=K, K_PADDED=K_PADDED, scale=scale,
+                    program=program, programs=programs, STATEFUL=False, PRODUCTS=PRODUCTS, D=D, D_SEGMENT=D_SEGMENT,
+                    ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K,
+                )  # fmt: skip
+    if PHASE == ALL:
+        t = 0
+        running = 1
+        while (t < max_iter) & (running != 0):
+            _iteration(
+                W=W, counts=counts, trail=trail, workspace=workspace, scale=scale, partial=partial, W_tilde=W_tilde,
+                N=N, n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs, PRODUCTS=PRODUCTS,
+                EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
+                BLOCK_N=BLOCK_N, K_TILES=K_TILES, SORT_TILE=SORT_TILE,
+            )  # fmt: skip
+            barrier(counter, programs)
+            _move(
+                trail=trail, moves=moves, partial=partial, workspace=workspace, PARTIAL_ROWS=PARTIAL_ROWS, K=K,
+                K_PADDED=K_PADDED, scale=scale, no_mass=no_mass, t=t, program=program, programs=programs,
+                PRODUCTS=PRODUCTS, D=D, D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K,
+                FOLD_ROWS=FOLD_ROWS,
+            )  # fmt: skip
+            barrier(counter, programs)
+            running = (tl.load(moves + t) > eps).to(tl.int32)
+            t += 1
+    elif PHASE != CHECKSUM:
+        # How many iterations are used, as far as the t iterations before tell.  After convergence there is nothing
+        # to do.
+        used = 1
+        running = 1
+        for i in range(0, t):
+            running = running * (tl.load(moves + i) > eps).to(tl.int32)
+            used += running
+        if PHASE == MAP:
+            t = tl.minimum(used, max_iter)
+        elif used <= t:
+            return
+    if PHASE == SUMS:
+        _iteration(
+            W=W, counts=counts, trail=trail, workspace=workspace, scale=scale, partial=partial, W_tilde=W_tilde,
+            N=N, n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs, PRODUCTS=PRODUCTS,
+            EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
+            BLOCK_N=BLOCK_N, K_TILES=K_TILES, SORT_TILE=SORT_TILE,
+        )  # fmt: skip
+    if PHASE == FOLD:
+        fold_into_first_row(
+            partial=partial, PARTIAL_ROWS=PARTIAL_ROWS, K_PADDED=K_PADDED, program=program, programs=programs,
+            CLEAR=False, D=D, ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K, FOLD_ROWS=FOLD_ROWS,
+        )  # fmt: skip
+    if PHASE == APPLY:
+        _move(
+            trail=trail, moves=moves, partial=partial, workspace=workspace, PARTIAL_ROWS=PARTIAL_ROWS, K=K,
+            K_PADDED=K_PADDED, scale=scale, no_mass=no_mass, t=t, program=program, programs=programs,
+            PRODUCTS=PRODUCTS, D=D, D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K, FOLD_ROWS=FOLD_ROWS,
+        )  # fmt: skip
+    if PHASE == ALL or PHASE == MAP:
+        if program == 0:
+            tl.store(iterations, t.to(tl.int64))
+            if STATEFUL:
+                moment = _moment(checksum, seen, step, unit, hot, decay, relative, steps)
+                tl.store(step, moment[1])
+                tl.store(seen, tl.load(checksum, cache_modifier=".cg"))
+        if STATEFUL or t < max_iter:  # the last row of the trail repeats the row that was reached
+            for group in range(program * GROUP_K, K_PADDED, programs * GROUP_K):
+                offs_k = group + tl.arange(0, GROUP_K)
+                column = tl.arange(0, ROW_WIDTH)
+                ptrs = trail + offs_k[:, None] * (D + 1) + column[None, :]
+                mask = (offs_k < K)[:, None] & (column <= D)[None, :]
+                reached = tl.load(ptrs + t * row, mask=mask)
+                tl.store(ptrs + max_iter * row, reached, mask=mask)
+                if STATEFUL:
+                    ptrs = C + offs_k[:, None] * D + column[None, :]
+                    tl.store(ptrs, reached, mask=(offs_k < K)[:, None] & (column < D)[None, :])
+        if SORT_TILE:
+            windows.averages(
+                W=W, C=trail + (t - 1) * row, scale=scale, W_tilde=W_tilde, workspace=workspace, N=N, K=K,
+                program=program, programs=programs, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, SORT_TILE=SORT_TILE,
+            )  # fmt: skip
+        elif t > 1:
+            if PRODUCTS:
+                products.averages(
+                    W=W, logit_table=workspace + (t - 1) * K_PADDED * 8 * D_SEGMENT, scale=scale, W_tilde=W_tilde,
+                    N=N, n=n, program=program, programs=programs, D=D, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
+                    BLOCK_N=BLOCK_N, K_TILES=K_TILES,
+                )  # fmt: skip
+            else:
+                differences.averages(
+                    W=W, C=trail + (t - 1) * row, scale=scale, W_tilde=W_tilde, N=N, n=n, K=K, program=program,
+                    programs=programs, D=D, D_PADDED=D_PADDED, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES,
+                    EUCLIDEAN=EUCLIDEAN,
+                )  # fmt: skip

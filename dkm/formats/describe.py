@@ -92,7 +92,7 @@ def _other_state(model: nn.Module, known: set[str]) -> dict[str, Tensor]:
     """The state that is neither a parameter nor ours: buffers."""
     other = {}
     is_ours = _ours(model)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in model.state_dict(keep_vars=True).items():  # a lazy tensor cannot be detached
         plain = name.replace("parametrizations.", "").removesuffix(".original")
         if name in known or plain in known or is_ours(name):
             continue

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ..foundation.errors import FileError
@@ -81,7 +82,7 @@ class Container:
 
 
 def to_bytes(entries: dict[str, dict[str, Any]], ties: dict[str, str], arrays: dict[str, Tensor]) -> bytes:
-    """The bytes of a container with the metadata `tensors` and `ties`; equal contents give equal bytes."""
+    """The bytes of a container with the metadata `tensors` and `ties`.  Equal contents give equal bytes."""
     metadata = {
         "format": "dkm",
         "version": str(VERSION),
@@ -89,7 +90,11 @@ def to_bytes(entries: dict[str, dict[str, Any]], ties: dict[str, str], arrays: d
         "ties": json.dumps(ties, sort_keys=True),
         "checksum": BLANK,
     }
-    data = bytearray(_with_metadata(safetensors.torch.save(arrays), metadata))
+    try:
+        plain = safetensors.torch.save(arrays)
+    except (SafetensorError, LookupError) as error:  # an older safetensors knows fewer dtypes
+        raise FileError(f"this version of safetensors cannot write the model ({error}): upgrade safetensors") from error
+    data = bytearray(_with_metadata(plain, metadata))
     at = data.index(f'"checksum":"{BLANK}"'.encode()) + len('"checksum":"')
     data[at : at + 64] = hashlib.sha256(data).hexdigest().encode()
     return bytes(data)

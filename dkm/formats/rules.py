@@ -18,6 +18,7 @@ from .codec import packed_size, padding_is_zero
 from .container import (
     DTYPES,
     Array,
+    Container,
     Contradiction,
     checked_shape,
     from_bytes,
@@ -66,18 +67,25 @@ class Contents:
 
 def read(data: bytes, name: str) -> Contents:
     """The contents of a file's bytes; FileError, with what is wrong, for all bytes that are not a .dkm file."""
-    container = from_bytes(data, name)
     try:
-        if container.metadata.keys() != METADATA:
-            raise Contradiction(f"the metadata are not {', '.join(sorted(METADATA))}")
-        arrays = stored_arrays(container)
-        entries = {key: _entry(key, value, arrays) for key, value in _object(container.metadata, "tensors").items()}
-        _check_no_others(arrays, entries)
-        return Contents(entries, _ties(_object(container.metadata, "ties"), entries))
+        return _checked(from_bytes(data, name))
     except Contradiction as error:
         raise FileError(
             f"{name} is intact but contradicts itself ({error}): the program that wrote it is at fault"
         ) from None
+    except (MemoryError, RuntimeError) as error:  # PyTorch raises a RuntimeError where memory runs out
+        raise FileError(f"{name} does not fit into the memory ({error})") from error
+
+
+def _checked(container: Container) -> Contents:
+    if container.metadata.keys() != METADATA:
+        raise Contradiction(f"the metadata are not {', '.join(sorted(METADATA))}")
+    arrays = stored_arrays(container)
+    tensors, ties = _object(container.metadata, "tensors"), _object(container.metadata, "ties")
+    entries = {name: _entry(name, entry, arrays) for name, entry in tensors.items()}
+    _check_no_others(arrays, entries)
+    _check_ties(ties, entries)
+    return Contents(entries, ties)
 
 
 def _object(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -162,10 +170,9 @@ def _check_no_others(arrays: Mapping[str, Array], entries: Mapping[str, Entry]) 
         raise Contradiction(f"the array {shown(name)} belongs to no tensor")
 
 
-def _ties(ties: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, str]:
+def _check_ties(ties: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
     for alias, name in ties.items():
         if alias in entries:
             raise Contradiction(f"{shown(alias)} is a tensor and is tied to another one")
         if not isinstance(name, str) or name not in entries:
             raise Contradiction(f"{shown(alias)} is tied to something that is not a tensor of the file")
-    return dict(ties)

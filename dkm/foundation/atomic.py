@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import secrets
@@ -92,7 +93,7 @@ def _copy_permissions(old: os.stat_result, partial: Path) -> None:
 def _new_partial(target: Path, mode: int) -> tuple[Path, int]:
     """A new, empty, locked file next to the target, under a name that no other process has; and its descriptor."""
     while True:
-        partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+        partial = target.with_name(f"{_prefix(target)}{secrets.token_hex(8)}.partial")
         try:
             handle = os.open(partial, FLAGS | os.O_CREAT | os.O_EXCL, mode)
         except FileExistsError:
@@ -105,6 +106,12 @@ def _new_partial(target: Path, mode: int) -> tuple[Path, int]:
         if partial.exists():
             return partial, handle
         os.close(handle)
+
+
+def _prefix(target: Path) -> str:
+    """How the names of its partial files begin.  A long name gives way to its hash, or they would be too long."""
+    name = os.fsencode(target.name)
+    return f".{target.name if len(name) <= 200 else hashlib.sha256(name).hexdigest()}."
 
 
 def _remove_leftovers(target: Path) -> None:
@@ -123,7 +130,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _partials(target: Path) -> Iterator[Path]:
-    form = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{16}" + re.escape(".partial"))
+    form = re.compile(re.escape(_prefix(target)) + "[0-9a-f]{16}" + re.escape(".partial"))
     try:
         names = os.listdir(target.parent)
     except OSError:  # a folder may be writable and not readable

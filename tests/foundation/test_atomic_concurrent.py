@@ -142,6 +142,13 @@ def test_a_file_with_the_number_of_this_process_is_in_nobodys_way(path):
     assert path.read_text() == "new"
 
 
+def test_a_name_as_long_as_names_can_be(tmp_path):
+    path = tmp_path / ("n" * 255)
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert not others(path)
+
+
 def test_an_error_of_the_writer_leaves_nothing(path):
     def fail(stream):
         stream.write(b"half")

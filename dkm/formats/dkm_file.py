@@ -4,9 +4,10 @@
     centroids/NAME   16 bit (k, dim)   its centroids
     dense/NAME       any               a parameter or buffer that is not clustered
 
-`container.py` says what else the container holds.  A clustered tensor's values are `centroids[codes]`, flattened, cut
-to the number of elements of its shape, and cast to the dtype that the model had.  NAMEs are the keys of the plain
-model's state_dict; every one of them is either in the container's `tensors` or in its `ties`.
+`container.py` says what else the container holds, and `rules.py` what every reader refuses.  A clustered tensor's
+values are `centroids[codes]`, flattened, cut to the number of elements of its shape, and cast to the dtype that the
+model had.  NAMEs are the keys of the plain model's state_dict; every one of them is either in the container's `tensors`
+or in its `ties`.
 """
 
 import os

@@ -153,12 +153,13 @@ def values_of(dtype: str, data: bytes) -> np.ndarray:
 
 def cast(values: np.ndarray, dtype: str) -> np.ndarray:
     """To a dtype that is at least as wide, or from float16 to bfloat16 and back: to the nearest, ties to even."""
-    if dtype == "bfloat16":
-        bits = values.astype("<f4").view("<u4").astype(np.uint64)
+    with np.errstate(all="ignore"):  # values beyond the range become infinite, and numpy warns of some kinds of NaN
+        if dtype != "bfloat16":
+            return values.astype("float32" if dtype.startswith("float8") else dtype)
+        wide = values.astype("<f4")
+        bits = wide.view("<u4").astype(np.uint64)
         nearest = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype("<u4").view("<f4")
-        return np.where(np.isnan(values), values.astype("<f4"), nearest)
-    with np.errstate(over="ignore"):
-        return values.astype("float32" if dtype.startswith("float8") else dtype)
+        return np.where(np.isnan(wide), wide, nearest)
 
 
 def tensor(name: str, entry: Any, arrays: dict[str, tuple[str, list[int], bytes]]) -> Tensor:

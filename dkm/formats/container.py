@@ -171,7 +171,7 @@ def is_size(value: Any) -> bool:
 def strict_json(text: str) -> Any:
     """The value of a JSON text.  ValueError also for a key that an object has twice, for NaN and Infinity, and for
     names that are not Unicode."""
-    return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_integer)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -182,6 +182,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{shown(key)} appears twice")
         found[key] = value
     return found
+
+
+def _integer(text: str) -> int | float:
+    """No integer of the format is negative; -0, which some readers of JSON take for a float, is none either."""
+    return -0.0 if text == "-0" else int(text)
 
 
 def _no_constant(text: str) -> None:

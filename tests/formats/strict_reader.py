@@ -69,8 +69,11 @@ def parsed(text: str) -> Any:
     def constant(_: str) -> None:
         raise Refused
 
+    def number(text: str) -> int | None:
+        return None if text.startswith("-") else int(text)
+
     try:
-        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant, parse_int=number)
     except (ValueError, RecursionError):
         raise Refused from None
 

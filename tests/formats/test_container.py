@@ -120,6 +120,7 @@ CONTRADICTIONS = {
     "a shape of floats": (dense(torch.zeros(3), shape=[3.0]), SHAPE),
     "a shape of truth": (dense(torch.zeros(1), shape=[True]), SHAPE),
     "a shape that is a number": (dense(torch.zeros(3), shape=3), SHAPE),
+    "a shape of -0": (built('{"w":{"shape":[-0],"dtype":"float32"}}', {"dense/w": torch.zeros(0)}), SHAPE),
     "65 dimensions": (dense(torch.zeros(1), shape=[1] * 65), "w has 65 dimensions"),
     "an absurd shape": (clustered({"shape": [2**40, 2**40]}), "the shape of w is too large"),
     "an absurd shape of nothing": (dense(torch.zeros(0), shape=[0, 2**62, 2**62]), "the shape of w is too large"),

@@ -287,6 +287,8 @@ def cluster_anew(file: File, rng: random.Random) -> None:
     if rng.random() < 0.5:
         off[rng.randrange(4)] = rng.choice([-1, 1])
     vectors = -(-math.prod(dict(entry)["shape"]) // dim)
+    if vectors > 10_000:  # by an earlier alteration
+        return
     codes = bytearray(rng.randbytes(max(0, -(-vectors * bits // 8) + off[0])))
     if rng.random() < 0.9 and vectors * bits % 8:
         codes[-1] &= (1 << vectors * bits % 8) - 1

@@ -4,6 +4,8 @@ Codes of b bits are written one after another, each from its lowest bit, into by
 eight codes take exactly b bytes, and the last byte is filled up with zeros.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,13 +31,23 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     data = packed.cpu().numpy()
     if data.dtype != np.uint8 or len(data) != packed_size(n, bits):
         raise ValueError(f"{n} codes of {bits} bits take {packed_size(n, bits)} bytes, got {len(data)} {data.dtype}")
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *unpack_pieces(data, bits, n)])
+
+
+def unpack_pieces(data: np.ndarray, bits: int, n: int) -> Iterator[Tensor]:
+    """The n codes in `(packed_size(n, bits),)` uint8, in order, as int64 tensors of at most CHUNK codes."""
     weights = (1 << np.arange(bits)).astype(np.uint16)
-    codes = np.empty(n, np.int64)
     for i in range(0, n, CHUNK):
         count = min(CHUNK, n - i)
         piece = data[i * bits // 8 : (i * bits + count * bits + 7) // 8]
-        codes[i : i + count] = np.unpackbits(piece, count=count * bits, bitorder="little").reshape(-1, bits) @ weights
-    return torch.from_numpy(codes)
+        codes = np.unpackbits(piece, count=count * bits, bitorder="little").reshape(-1, bits) @ weights
+        yield torch.from_numpy(codes.astype(np.int64))
+
+
+def padding_is_zero(data: np.ndarray, bits: int, n: int) -> bool:
+    """Whether the bits of the last byte that no code uses are zero."""
+    used = n * bits % 8
+    return not used or not int(data[-1]) >> used
 
 
 def packed_size(n: int, bits: int) -> int:

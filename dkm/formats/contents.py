@@ -3,15 +3,15 @@
 import math
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..foundation.text import table
-from .codec import unpack
-from .container import Contents, from_bytes
+from ..foundation.text import shown, table
+from .codec import unpack_pieces
 from .dkm_file import read_bytes
+from .rules import Entry, Packed, read
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 BARS = 16  # of a histogram
@@ -29,17 +29,20 @@ def describe(path: str | os.PathLike[str], columns: int = 100) -> str:
     """A row for each tensor: bits, bytes, how many centroids are used, the entropy of the codes, their histogram.
 
     The histogram orders the centroids from the smallest (by its first value) to the largest, in at most 16 groups; a
-    dot is a group that nothing uses.
+    dot is a group that nothing uses.  FileError for every file that `dkm.load` refuses; names are escaped.
     """
     data = read_bytes(Path(path))
-    contents = from_bytes(data, str(path))
-    clustered = [name for name, entry in contents.entries.items() if "bits" in entry]
-    others = [name for name in contents.entries if name not in clustered]
-    lines = [_line(name, contents) for name in clustered]
+    contents = read(data, str(path))
+    lines = [
+        _line(name, entry, entry.content)
+        for name, entry in contents.entries.items()
+        if isinstance(entry.content, Packed)
+    ]
+    others = [entry.content for entry in contents.entries.values() if not isinstance(entry.content, Packed)]
     head = ("tensor", "shape", "b/d", "bytes", "used", "entropy", "codes")
     packed, ideal = sum(line.packed for line in lines), sum(line.ideal for line in lines)
-    kept = sum(contents.arrays[f"dense/{name}"].nbytes for name in others)
-    dense = sum(_dense_bytes(entry) for entry in contents.entries.values())
+    kept = sum(len(array.data) for array in others)
+    dense = sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values())
     ties = f"; {len(contents.ties)} tied names" if contents.ties else ""
     return "\n".join(
         [
@@ -52,26 +55,22 @@ def describe(path: str | os.PathLike[str], columns: int = 100) -> str:
     )
 
 
-def _line(name: str, contents: Contents) -> Line:
-    entry, C = contents.entries[name], contents.arrays[f"centroids/{name}"]
-    packed, shape = contents.arrays[f"codes/{name}"], torch.Size(entry["shape"])
-    codes = unpack(packed, entry["bits"], -(-shape.numel() // entry["dim"]))
-    counts = torch.bincount(codes, minlength=len(C)).double()
+def _line(name: str, entry: Entry, content: Packed) -> Line:
+    vectors, k = -(-entry.numel // content.dim), 2**content.bits
+    counts = torch.zeros(k, dtype=torch.float64)
+    for codes in unpack_pieces(content.codes.data, content.bits, vectors):
+        counts += torch.bincount(codes, minlength=k)
     entropy = _entropy(counts)
     cells = (
-        name,
-        "x".join(map(str, shape)),
-        f"{entry['bits']}/{entry['dim']}",
-        f"{packed.nbytes + C.nbytes:,}",
-        f"{int((counts > 0).sum())}/{len(C)}",
+        shown(name),
+        "x".join(map(str, entry.shape)),
+        f"{content.bits}/{content.dim}",
+        f"{len(content.codes.data) + len(content.centroids.data):,}",
+        f"{int((counts > 0).sum())}/{k}",
         f"{entropy:.2f}",
-        _histogram(counts[C[:, 0].float().argsort()]),
+        _histogram(counts[content.centroids.tensor()[:, 0].float().argsort()]),
     )
-    return Line(cells, packed.nbytes, len(codes) * entropy / 8)
-
-
-def _dense_bytes(entry: dict[str, Any]) -> int:
-    return torch.Size(entry["shape"]).numel() * getattr(torch, entry["dtype"]).itemsize
+    return Line(cells, len(content.codes.data), vectors * entropy / 8)
 
 
 def _entropy(counts: Tensor) -> float:

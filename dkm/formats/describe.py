@@ -7,15 +7,16 @@ not, and the names that share a tensor.  Writers know nothing of modules.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..clustering.precision import check_dtype, rounded, stored_dtype
 from ..foundation.errors import FileError
 from ..modelling.clustered import Clustered
 from ..modelling.dtensors import is_first, reshard, whole
 from ..modelling.parameters import Owned, clusterings, parameters, unwrapped
+from .container import DTYPES
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,15 @@ def describe(model: nn.Module, dtype: torch.dtype = torch.float16) -> Iterator[D
     only the first one gets any tensors.
     """
     check_dtype(dtype)
+    if dtype not in DTYPES.values():
+        raise FileError(f"a .dkm file cannot hold {dtype}: give another dtype, such as torch.float16")
     model = unwrapped(model)
     writes = is_first(reshard(model))
     walk = parameters(model)
     if all(owned.clustered is None for owned in walk):
         raise FileError("the model has no clustered tensor: call dkm.compress_(model, plan, ...) first")
+    for owned in walk:
+        _check_storable(owned.name, owned.tensor)
     buffers = _other_state(model, {name for owned in walk for name in owned.names})
     return _each(walk, buffers, dtype, writes)
 
@@ -87,18 +92,30 @@ def _other_state(model: nn.Module, known: set[str]) -> dict[str, Tensor]:
     """The state that is neither a parameter nor ours: buffers."""
     other = {}
     is_ours = _ours(model)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in model.state_dict(keep_vars=True).items():  # a lazy tensor cannot be detached
         plain = name.replace("parametrizations.", "").removesuffix(".original")
         if name in known or plain in known or is_ours(name):
             continue
         if not isinstance(tensor, Tensor):
             raise FileError(f"{name} in the model's state is a {type(tensor).__name__}: only tensors can be saved")
-        if tensor.dtype not in safetensors.torch._SIZE:
-            raise FileError(
-                f"{name} is {tensor.dtype}, which safetensors cannot hold: convert it or make it not persistent"
-            )
+        _check_storable(name, tensor)
         other[name] = tensor
     return other
+
+
+def _check_storable(name: str, tensor: Tensor) -> None:
+    """FileError unless a file can hold the tensor's values, and its name."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise FileError(f"{name!r} is not a name that a file can hold: rename it") from None
+    if is_lazy(tensor) or tensor.is_meta:
+        raise FileError(f"{name} has no values (it is on the meta device, or of a lazy module): load or compute them")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise FileError(f"{name} is {kind}, and a file holds dense tensors only: convert it or make it not persistent")
+    if tensor.dtype not in DTYPES.values():
+        raise FileError(f"{name} is {tensor.dtype}, which a file cannot hold: convert it or make it not persistent")
 
 
 def _ours(model: nn.Module) -> Callable[[str], bool]:

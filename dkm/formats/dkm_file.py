@@ -4,9 +4,10 @@
     centroids/NAME   16 bit (k, dim)   its centroids
     dense/NAME       any               a parameter or buffer that is not clustered
 
-`container.py` says what else the container holds.  A clustered tensor's values are `centroids[codes]`, flattened, cut
-to the number of elements of its shape, and cast to the dtype that the model had.  NAMEs are the keys of the plain
-model's state_dict; every one of them is either in the container's `tensors` or in its `ties`.
+`container.py` says what else the container holds, and `rules.py` what every reader refuses.  A clustered tensor's
+values are `centroids[codes]`, flattened, cut to the number of elements of its shape, and cast to the dtype that the
+model had.  NAMEs are the keys of the plain model's state_dict; every one of them is either in the container's `tensors`
+or in its `ties`.
 """
 
 import os
@@ -16,19 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..clustering.vectors import from_vectors
 from ..foundation.atomic import write_atomically
 from ..foundation.errors import FileError
+from ..foundation.text import shown
 from ..modelling.dtensors import on_first, reshard
 from ..modelling.parameters import clusterings, parameters, unwrapped
 from ..plans.rows import Plan, Row
 from ..plans.selection import kept_width
-from .codec import pack, unpack
-from .container import Contents, from_bytes, to_bytes
+from .codec import pack, unpack_pieces
+from .container import to_bytes
 from .describe import Codes, describe
+from .rules import Contents, Entry, Packed, read
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float16) -> int:
@@ -51,16 +54,21 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype =
 def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Module | dict[str, Tensor]:
     """Read a .dkm file: the dense state dict or, with `into`, that model with the weights in it.
 
-    The model must have exactly the file's tensors, in its shapes, and no dkm on it; it stays untouched
-    otherwise.
+    The model must have exactly the file's tensors, in its shapes, and no dkm on it; it stays untouched otherwise.
+    Nothing is decoded before that is known.  FileError says what is wrong with a file or does not fit.
     """
     source = _as_path(path, "dkm.load(path, model)")
-    state = decode(read_bytes(source), str(source))
+    contents = read(read_bytes(source), str(source))
     if into is None:
-        return state
+        return _state(contents, str(source))
     model = unwrapped(into)
-    _check_match(state, model, source)
-    on_meta = any(tensor.is_meta for tensor in model.state_dict().values())
+    _check_fits(contents, model, source)
+    own = model.state_dict()
+    on_meta = any(tensor.is_meta for tensor in own.values())
+    # in the model's dtype, so that a file cannot ask for more memory than the model has; on meta, the file decides
+    dtypes = {} if on_meta else {name: tensor.dtype for name, tensor in own.items()}
+    state = _state(contents, str(source), dtypes)
+    _check_ties(state, model, source)
     shared = [owned.owners for owned in parameters(model)]
     model.load_state_dict(state, assign=on_meta)
     for (module, attribute), *others in shared if on_meta else ():  # assign makes a parameter for every name
@@ -115,47 +123,56 @@ def encode(model: nn.Module, dtype: torch.dtype = torch.float16) -> bytes:
             keep(f"centroids/{each.name}", each.content.centroids)
         else:
             keep(f"dense/{each.name}", each.content)
-    return to_bytes(Contents(entries, ties, arrays)) if entries else b""
+    return to_bytes(entries, ties, arrays) if entries else b""
 
 
 def decode(data: bytes, name: str = "the data") -> dict[str, Tensor]:
-    """The dense state dict in the bytes of a file."""
-    broken = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, SafetensorError)
-    try:
-        return _dense(from_bytes(data, name))
-    except FileError:
-        raise
-    except broken as error:
-        raise FileError(
-            f"{name} is intact but contradicts itself ({error}): the program that wrote it is at fault"
-        ) from error
+    """The dense state dict in the bytes of a file; FileError for all bytes that are not a .dkm file."""
+    return _state(read(data, name), name)
 
 
 def read_bytes(path: Path) -> bytes:
     """The bytes of a file; FileError where it cannot be read."""
     try:
         return path.read_bytes()
-    except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # a ValueError where no file can have this name
+        raise FileError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    except MemoryError:
+        raise FileError(f"cannot read {path}: it does not fit into the memory") from None
 
 
-def _dense(contents: Contents) -> dict[str, Tensor]:
-    state = {}
-    for name, entry in contents.entries.items():
-        shape, dtype = torch.Size(entry["shape"]), getattr(torch, entry["dtype"])
-        if "bits" not in entry:
-            state[name] = contents.arrays[f"dense/{name}"].view(shape).to(dtype)
-            continue
-        codes = unpack(contents.arrays[f"codes/{name}"], entry["bits"], -(-shape.numel() // entry["dim"]))
-        state[name] = from_vectors(contents.arrays[f"centroids/{name}"][codes].to(dtype), shape).contiguous()
-    for alias, name in contents.ties.items():
-        state[alias] = state[name]
-    return state
+def _state(contents: Contents, name: str, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
+    """The values of all tensors, decoded one after another.  `dtypes` are those to cast to, where they differ."""
+    dtypes, state = dtypes or {}, {}
+    try:
+        for key, entry in contents.entries.items():
+            state[key] = _values(entry).to(dtypes.get(key, entry.dtype))
+    except (MemoryError, RuntimeError) as error:  # PyTorch raises a RuntimeError where memory runs out
+        raise FileError(f"the tensors of {name} do not fit into the memory ({error})") from error
+    return state | {alias: state[key] for alias, key in contents.ties.items()}
+
+
+def _values(entry: Entry) -> Tensor:
+    """A tensor's values.  Besides them, memory is taken by a piece of the codes only."""
+    if not isinstance(entry.content, Packed):
+        return entry.content.tensor().to(entry.dtype)
+    bits, dim = entry.content.bits, entry.content.dim
+    centroids, n = entry.content.centroids.tensor().to(entry.dtype), -(-entry.numel // dim)
+    vectors, at = torch.empty(n, dim, dtype=entry.dtype), 0
+    for codes in unpack_pieces(entry.content.codes.data, bits, n):
+        torch.index_select(centroids, 0, codes, out=vectors[at : at + len(codes)])
+        at += len(codes)
+    return from_vectors(vectors, torch.Size(entry.shape))
 
 
 def _as_path(path: str | os.PathLike[str], call: str) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{call}: the path must be a string or a pathlib.Path, got {type(path).__name__}")
+    try:
+        if b"\0" in os.fsencode(path):
+            raise FileError(f"{call}: {str(path)!r} has a NUL character in it, which no file's name can have")
+    except UnicodeEncodeError as error:
+        raise FileError(f"{call}: {str(path)!r} cannot be the name of a file: {error}") from None
     return Path(path)
 
 
@@ -168,23 +185,39 @@ def _write(path: Path, data: bytes) -> int:
         ) from error
 
 
-def _check_match(state: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
+def _check_fits(contents: Contents, model: nn.Module, path: Path) -> None:
+    """FileError unless the model has the file's tensors, in their shapes.  Needs no values."""
     if clusterings(model):
         raise FileError(f"{path} holds dense weights and the model is compressed: load into a plain model")
-    own = model.state_dict()
-    problems = [f"the model has no {name}" for name in state if name not in own]
-    problems += [f"the file has no {name}" for name in own if name not in state]
-    problems += [
-        f"{name} is {tuple(tensor.shape)} in the file and {tuple(own[name].shape)} in the model"
-        for name, tensor in state.items()
-        if name in own and own[name].shape != tensor.shape
-    ]
-    problems += [
+    own: dict[str, Any] = model.state_dict()
+    entries = contents.entries | {alias: contents.entries[name] for alias, name in contents.ties.items()}
+    problems = [f"the model has no {shown(name)}" for name in entries if name not in own]
+    problems += [f"the file has no {name}" for name in own if name not in entries]
+    for name, entry in entries.items():
+        if name not in own:
+            continue
+        tensor = own[name]
+        if not isinstance(tensor, Tensor) or is_lazy(tensor):
+            problems.append(f"{name} of the model has no values yet, or is not a tensor")
+        elif tensor.shape != entry.shape:
+            problems.append(f"{name} is {entry.shape} in the file and {tuple(tensor.shape)} in the model")
+        elif not torch.can_cast(entry.dtype, tensor.dtype):
+            problems.append(f"{name} is {entry.dtype} in the file and {tensor.dtype} in the model")
+    _raise_any(problems, path)
+
+
+def _check_ties(state: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
+    """FileError unless names that share a tensor in the model have equal values in the file."""
+    problems = [
         f"the model ties {alias} to {owned.name} and the file has different values for them"
         for owned in parameters(model)
         for alias in owned.aliases
-        if not problems and not torch.equal(state[alias], state[owned.name])
+        if state[alias] is not state[owned.name] and not torch.equal(state[alias], state[owned.name])
     ]
+    _raise_any(problems, path)
+
+
+def _raise_any(problems: list[str], path: Path) -> None:
     if problems:
         more = f", and {len(problems) - 3} more differences" if len(problems) > 3 else ""
         raise FileError(f"{path} does not fit this model: {'; '.join(problems[:3])}{more}")

@@ -53,3 +53,10 @@ def _shorten(text: str, width: int) -> str:
         return text
     head = (width - 1) // 3
     return text[:head] + "…" + text[len(text) - (width - 1 - head) :]
+
+
+def shown(name: str, width: int = 200) -> str:
+    """A name that comes from a file, safe to print: what a terminal would obey instead of show (control characters,
+    escape sequences, marks that change the direction of writing) is escaped, and a long name is cut."""
+    plain = "".join(c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in name[:width])
+    return plain + "…" if len(name) > width else plain

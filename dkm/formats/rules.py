@@ -1,0 +1,178 @@
+"""What a .dkm file must be: the one check for `load`, `inspect` and everything else that reads a file.
+
+`docs/file-format.md` lists these rules.  Nothing is decoded here, and nothing is allocated beyond a copy of one table
+of centroids: what a file claims is compared with the bytes that it has.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..clustering.precision import MAX_BITS
+from ..foundation.errors import FileError
+from ..foundation.text import shown
+from .codec import packed_size, padding_is_zero
+from .container import (
+    DTYPES,
+    Array,
+    Container,
+    Contradiction,
+    checked_shape,
+    from_bytes,
+    is_size,
+    stored_arrays,
+    strict_json,
+)
+
+METADATA = {"format", "version", "tensors", "ties", "checksum"}
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # of a tensor's dtype in the model
+CLUSTERED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # what can be clustered
+CENTROIDS = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A clustered tensor as it is stored."""
+
+    bits: int
+    dim: int
+    codes: Array  # uint8 (bytes,): see codec.py
+    centroids: Array  # 16 bit (2^bits, dim)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the model, and what the file stores of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    content: Packed | Array
+
+    @property
+    def numel(self) -> int:
+        """The number of values."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds: everything in it obeys the rules."""
+
+    entries: dict[str, Entry]
+    ties: dict[str, str]  # another name of a tensor -> its name in `entries`
+
+
+def read(data: bytes, name: str) -> Contents:
+    """The contents of a file's bytes; FileError, with what is wrong, for all bytes that are not a .dkm file."""
+    try:
+        return _checked(from_bytes(data, name))
+    except Contradiction as error:
+        raise FileError(
+            f"{name} is intact but contradicts itself ({error}): the program that wrote it is at fault"
+        ) from None
+    except (MemoryError, RuntimeError) as error:  # PyTorch raises a RuntimeError where memory runs out
+        raise FileError(f"{name} does not fit into the memory ({error})") from error
+
+
+def _checked(container: Container) -> Contents:
+    if container.metadata.keys() != METADATA:
+        raise Contradiction(f"the metadata are not {', '.join(sorted(METADATA))}")
+    arrays = stored_arrays(container)
+    tensors, ties = _object(container.metadata, "tensors"), _object(container.metadata, "ties")
+    entries = {name: _entry(name, entry, arrays) for name, entry in tensors.items()}
+    _check_no_others(arrays, entries)
+    _check_ties(ties, entries)
+    return Contents(entries, ties)
+
+
+def _object(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The JSON object in a text of the metadata."""
+    try:
+        value = strict_json(metadata[key]) if isinstance(metadata[key], str) else None
+    except (ValueError, RecursionError) as error:
+        raise Contradiction(f"the metadata {key} are not valid: {error}") from None
+    if not isinstance(value, dict):
+        raise Contradiction(f"the metadata {key} are not a JSON object in a text")
+    return value
+
+
+def _entry(name: str, entry: Any, arrays: Mapping[str, Array]) -> Entry:
+    if not isinstance(entry, dict) or entry.keys() not in ({"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}):
+        raise Contradiction(f"the entry of {shown(name)} is not shape and dtype, or shape, dtype, bits and dim")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in NAMES:
+        raise Contradiction(f"{shown(name)} has an unknown dtype")
+    shape, dtype = checked_shape(entry["shape"], name), NAMES[entry["dtype"]]
+    if "bits" in entry:
+        packed = _packed(name, entry["bits"], entry["dim"], arrays)
+        _check_packed(name, Entry(shape, dtype, packed), packed)
+        return Entry(shape, dtype, packed)
+    array = _array("dense", name, arrays)
+    _check_dense(name, shape, dtype, array)
+    return Entry(shape, dtype, array)
+
+
+def _packed(name: str, bits: Any, dim: Any, arrays: Mapping[str, Array]) -> Packed:
+    if not is_size(bits) or not 1 <= bits <= MAX_BITS:
+        raise Contradiction(f"the bits of {shown(name)} are not an integer from 1 to {MAX_BITS}")
+    if not is_size(dim) or dim < 1:
+        raise Contradiction(f"the dim of {shown(name)} is not an integer of at least 1")
+    return Packed(bits, dim, _array("codes", name, arrays), _array("centroids", name, arrays))
+
+
+def _check_packed(name: str, entry: Entry, packed: Packed) -> None:
+    bits, dim, codes, centroids = packed.bits, packed.dim, packed.codes, packed.centroids
+    if entry.dtype not in CLUSTERED:
+        raise Contradiction(f"{shown(name)} is {entry.dtype}, which cannot be clustered")
+    if entry.numel == 0:
+        raise Contradiction(f"{shown(name)} is clustered and has no values")
+    if centroids.dtype not in CENTROIDS:
+        raise Contradiction(f"the centroids of {shown(name)} are neither float16 nor bfloat16")
+    if centroids.shape != (2**bits, dim):
+        raise Contradiction(f"{shown(name)} has {bits} bits and dim {dim}, and centroids of shape {centroids.shape}")
+    vectors = -(-entry.numel // dim)
+    if codes.dtype != torch.uint8 or codes.shape != (packed_size(vectors, bits),):
+        raise Contradiction(
+            f"the {vectors} codes of {shown(name)} take {packed_size(vectors, bits)} bytes at {bits} bits, "
+            f"and the file has {codes.dtype} of shape {codes.shape}"
+        )
+    if not padding_is_zero(codes.data, bits, vectors):
+        raise Contradiction(f"the unused bits after the codes of {shown(name)} are not zero")
+    if not bool(centroids.tensor().to(entry.dtype).isfinite().all()):
+        raise Contradiction(f"the centroids of {shown(name)} are not finite")
+
+
+def _check_dense(name: str, shape: tuple[int, ...], dtype: torch.dtype, array: Array) -> None:
+    if array.shape != shape:
+        raise Contradiction(f"{shown(name)} has shape {shape}, and values of shape {array.shape}")
+    narrower = array.dtype.is_floating_point and dtype.is_floating_point and array.dtype.itemsize < dtype.itemsize
+    if array.dtype != dtype and not narrower:
+        raise Contradiction(f"{shown(name)} is {dtype}, and its values are {array.dtype}")
+    if dtype == torch.bool and bool((array.data > 1).any()):
+        raise Contradiction(f"{shown(name)} has truth values that are neither 0 nor 1")
+
+
+def _array(kind: str, name: str, arrays: Mapping[str, Array]) -> Array:
+    array = arrays.get(f"{kind}/{name}")
+    if array is None:
+        raise Contradiction(f"{shown(name)} has no {kind}")
+    return array
+
+
+def _check_no_others(arrays: Mapping[str, Array], entries: Mapping[str, Entry]) -> None:
+    needed = set()
+    for name, entry in entries.items():
+        kinds = ("codes", "centroids") if isinstance(entry.content, Packed) else ("dense",)
+        needed |= {f"{kind}/{name}" for kind in kinds}
+    for name in arrays.keys() - needed:
+        raise Contradiction(f"the array {shown(name)} belongs to no tensor")
+
+
+def _check_ties(ties: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
+    for alias, name in ties.items():
+        if alias in entries:
+            raise Contradiction(f"{shown(alias)} is a tensor and is tied to another one")
+        if not isinstance(name, str) or name not in entries:
+            raise Contradiction(f"{shown(alias)} is tied to something that is not a tensor of the file")

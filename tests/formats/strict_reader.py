@@ -1,0 +1,199 @@
+"""A strict reader of .dkm files: docs/file-format.md in numpy and json, without PyTorch and without dkm."""
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+class Refused(Exception):
+    """The bytes are not a .dkm file of version 1."""
+
+
+@dataclass
+class Tensor:
+    """A tensor of the model: its dtype there, and its values.  numpy has no bfloat16: those are in float32."""
+
+    dtype: str
+    values: np.ndarray
+
+
+def float8(exponent_bits: int, bias: int, specials: dict[int, float]) -> np.ndarray:
+    """The 256 values of an 8-bit float, by its bits."""
+    fraction_bits = 7 - exponent_bits
+    table = np.empty(256, np.float32)
+    for byte in range(256):
+        sign, exponent = -1.0 if byte >> 7 else 1.0, byte >> fraction_bits & (2**exponent_bits - 1)
+        fraction = (byte & (2**fraction_bits - 1)) / 2**fraction_bits
+        table[byte] = sign * ((1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias))
+    for byte, value in specials.items():
+        table[byte] = value
+    return table
+
+
+NAN = math.nan
+IEEE = {0x7C: math.inf, 0xFC: -math.inf} | dict.fromkeys([0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF], NAN)
+FLOAT8 = {
+    "F8_E4M3": float8(4, 7, {0x7F: NAN, 0xFF: NAN}),
+    "F8_E4M3FNUZ": float8(4, 8, {0x80: NAN}),
+    "F8_E5M2": float8(5, 15, IEEE),
+    "F8_E5M2FNUZ": float8(5, 16, {0x80: NAN}),
+}
+STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "C64": "<c8", "BOOL": "u1"}
+STORED |= {f"{sign.upper()}{8 * size}": f"<{sign}{size}" for sign in "iu" for size in (1, 2, 4, 8)}
+STORED |= dict.fromkeys(FLOAT8, "u1")
+NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64", "BOOL": "bool"}
+NAMES |= {f"I{8 * size}": f"int{8 * size}" for size in (1, 2, 4, 8)}
+NAMES |= {f"U{8 * size}": f"uint{8 * size}" for size in (1, 2, 4, 8)}
+NAMES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+NAMES |= {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
+WIDTHS = {NAMES[stored]: np.dtype(kind).itemsize for stored, kind in STORED.items()}
+
+
+def need(condition: Any) -> None:
+    if not condition:
+        raise Refused
+
+
+def parsed(text: str) -> Any:
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        need(len({key for key, _ in found}) == len(found))
+        for key, _ in found:
+            key.encode()
+        return dict(found)
+
+    def constant(_: str) -> None:
+        raise Refused
+
+    def number(text: str) -> int | None:
+        return None if text.startswith("-") else int(text)
+
+    try:
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant, parse_int=number)
+    except (ValueError, RecursionError):
+        raise Refused from None
+
+
+def integer(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def shape_of(value: Any) -> list[int]:
+    need(isinstance(value, list) and all(integer(size, 0) for size in value) and len(value) <= 64)
+    need(math.prod(size for size in value if size) < 2**60)
+    return value
+
+
+def read(data: bytes) -> dict[str, Tensor]:
+    """The tensors of a file; Refused where the document says that a reader refuses it."""
+    header, rest = opened(data)
+    meta = header.pop("__metadata__")
+    arrays = stored(header, rest)
+    need(set(meta) == {"format", "version", "tensors", "ties", "checksum"})
+    need(isinstance(meta["tensors"], str) and isinstance(meta["ties"], str))
+    tensors, ties = parsed(meta["tensors"]), parsed(meta["ties"])
+    need(isinstance(tensors, dict) and isinstance(ties, dict))
+    state = {name: tensor(name, entry, arrays) for name, entry in tensors.items()}
+    need(not arrays)
+    for alias, name in ties.items():
+        need(alias not in tensors and isinstance(name, str) and name in tensors)
+    return state | {alias: state[name] for alias, name in ties.items()}
+
+
+def opened(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """The header and what follows it, once the checksum has been verified."""
+    need(len(data) > 8)
+    length = int.from_bytes(data[:8], "little")
+    need(length <= min(len(data) - 8, 100_000_000))
+    text = data[8 : 8 + length]
+    need(text[:1] == b"{")
+    try:
+        header = parsed(text.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise Refused from None
+    meta = header.get("__metadata__")
+    need(isinstance(meta, dict) and meta.get("format") == "dkm" and meta.get("version") == "1")
+    checksum = meta.get("checksum")
+    need(isinstance(checksum, str) and re.fullmatch("[0-9a-f]{64}", checksum))
+    quoted = f'"checksum":"{checksum}"'.encode()
+    need(quoted in text)
+    blank = text.replace(quoted, quoted.replace(checksum.encode(), b"0" * 64), 1)
+    need(hashlib.sha256(data[:8] + blank + data[8 + length :]).hexdigest() == checksum)
+    return header, data[8 + length :]
+
+
+def stored(header: dict[str, Any], data: bytes) -> dict[str, tuple[str, list[int], bytes]]:
+    """name -> dtype, shape, bytes."""
+    arrays, at = {}, 0
+    for name, entry in header.items():
+        need(isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"})
+        offsets = entry["data_offsets"]
+        need(isinstance(offsets, list) and len(offsets) == 2 and all(integer(offset, 0) for offset in offsets))
+        need(isinstance(entry["dtype"], str) and entry["dtype"] in STORED)
+        size = math.prod(shape_of(entry["shape"])) * np.dtype(STORED[entry["dtype"]]).itemsize
+        need(offsets[1] - offsets[0] == size and offsets[1] <= len(data))
+        arrays[name] = entry["dtype"], entry["shape"], data[offsets[0] : offsets[1]]
+    for begin, end in sorted(entry["data_offsets"] for entry in header.values()):
+        need(begin == at)
+        at = end
+    need(at == len(data))
+    return arrays
+
+
+def values_of(dtype: str, data: bytes) -> np.ndarray:
+    raw = np.frombuffer(data, STORED[dtype])
+    if dtype == "BF16":
+        return (raw.astype("<u4") << 16).view("<f4")
+    if dtype == "BOOL":
+        need((raw <= 1).all())
+        return raw.astype(bool)
+    return FLOAT8[dtype][raw] if dtype in FLOAT8 else raw
+
+
+def cast(values: np.ndarray, dtype: str) -> np.ndarray:
+    """To a dtype that is at least as wide, or from float16 to bfloat16 and back: to the nearest, ties to even."""
+    with np.errstate(all="ignore"):  # values beyond the range become infinite, and numpy warns of some kinds of NaN
+        if dtype != "bfloat16":
+            return values.astype("float32" if dtype.startswith("float8") else dtype)
+        wide = values.astype("<f4")
+        bits = wide.view("<u4").astype(np.uint64)
+        nearest = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype("<u4").view("<f4")
+        return np.where(np.isnan(wide), wide, nearest)
+
+
+def tensor(name: str, entry: Any, arrays: dict[str, tuple[str, list[int], bytes]]) -> Tensor:
+    need(isinstance(entry, dict) and set(entry) in ({"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}))
+    shape, dtype = shape_of(entry["shape"]), entry["dtype"]
+    need(isinstance(dtype, str) and dtype in WIDTHS)
+    if "bits" in entry:
+        values = clustered(name, entry, arrays)
+    else:
+        need(f"dense/{name}" in arrays)
+        kind, stored_shape, data = arrays.pop(f"dense/{name}")
+        own = NAMES[kind]
+        narrower = "float" in own and "float" in dtype and WIDTHS[own] < WIDTHS[dtype]
+        need(stored_shape == shape and (own == dtype or narrower))
+        values = values_of(kind, data)
+    return Tensor(dtype, cast(values, dtype).reshape(shape))
+
+
+def clustered(name: str, entry: dict[str, Any], arrays: dict[str, tuple[str, list[int], bytes]]) -> np.ndarray:
+    bits, dim, N = entry["bits"], entry["dim"], math.prod(entry["shape"])
+    need(integer(bits, 1) and bits <= 12 and integer(dim, 1) and N > 0)
+    need(entry["dtype"] in ("float64", "float32", "float16", "bfloat16"))
+    need(f"codes/{name}" in arrays and f"centroids/{name}" in arrays)
+    kind, shape, data = arrays.pop(f"codes/{name}")
+    n = -(-N // dim)
+    need(kind == "U8" and shape == [-(-n * bits // 8)])
+    number = int.from_bytes(data, "little")
+    need(number < 1 << n * bits)
+    codes = [number >> (i * bits) & (2**bits - 1) for i in range(n)]
+    kind, shape, data = arrays.pop(f"centroids/{name}")
+    need(kind in ("F16", "BF16") and shape == [2**bits, dim])
+    centroids = values_of(kind, data).reshape(shape)
+    need(np.isfinite(cast(centroids, entry["dtype"])).all())
+    return centroids[codes].reshape(-1)[:N]

@@ -1,0 +1,419 @@
+"""Files that are nearly right: dkm refuses them with a FileError, or reads exactly what a strict reader reads.
+
+300 cases; DKM_FUZZ=10000 makes it that many.
+"""
+
+import hashlib
+import json
+import math
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import strict_reader
+import torch
+from memory_limit import limited_memory
+from samples import SAMPLES
+from torch import nn
+
+import dkm
+from dkm.formats.contents import describe
+from dkm.formats.dkm_file import decode, encode
+
+CASES = int(os.environ.get("DKM_FUZZ", "300"))
+BLANK = "0" * 64
+
+
+# --- files as data that can be altered -----------------------------------------------------------
+
+
+class Pairs(list):
+    """A JSON object as (key, value) pairs: it may have a key twice."""
+
+
+class Raw(str):
+    """A piece of JSON as it shall be written."""
+
+
+def written(value: Any) -> str:
+    if isinstance(value, Raw):
+        return str(value)
+    if isinstance(value, Pairs):
+        return "{" + ",".join(f"{json.dumps(key)}:{written(item)}" for key, item in value) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(written, value)) + "]"
+    return json.dumps(value)
+
+
+@dataclass
+class File:
+    """A .dkm file in parts."""
+
+    meta: Pairs
+    tensors: Any
+    ties: Any
+    arrays: Pairs  # name -> Pairs
+    data: list[bytes]  # of the arrays
+
+    def lay_out(self) -> None:
+        """Make the offsets right."""
+        at = 0
+        for (_, entry), data in zip(self.arrays, self.data, strict=True):
+            for i, (key, _) in enumerate(entry):
+                if key == "data_offsets":
+                    entry[i] = (key, [at, at + len(data)])
+            at += len(data)
+
+    def to_bytes(self) -> bytes:
+        texts = {"tensors": written(self.tensors), "ties": written(self.ties)}
+        meta = Pairs((key, texts.get(key) if value is None else value) for key, value in self.meta)
+        header = written(Pairs([("__metadata__", meta), *self.arrays])).encode()
+        header += b" " * (-len(header) % 8)
+        return sealed(len(header).to_bytes(8, "little") + header + b"".join(self.data))
+
+
+def sealed(data: bytes) -> bytes:
+    """With the right checksum, where there is a place for it."""
+    place = f'"checksum":"{BLANK}"'.encode()
+    at = data.find(place)
+    if at < 0:
+        return data
+    at += len('"checksum":"')
+    return data[:at] + hashlib.sha256(data).hexdigest().encode() + data[at + 64 :]
+
+
+def as_pairs(value: Any) -> Any:
+    return Pairs((key, as_pairs(item)) for key, item in value.items()) if isinstance(value, dict) else value
+
+
+def taken_apart(data: bytes) -> File:
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    meta = header.pop("__metadata__")
+    tensors, ties = (as_pairs(json.loads(meta[key])) for key in ("tensors", "ties"))
+    spans = [entry["data_offsets"] for entry in header.values()]
+    pairs = Pairs(meta.items())
+    pairs = Pairs((key, {"tensors": None, "ties": None, "checksum": BLANK}.get(key, value)) for key, value in pairs)
+    return File(pairs, tensors, ties, as_pairs(header), [data[start + a : start + b] for a, b in spans])
+
+
+class Many(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 9)
+        self.register_buffer("wave", torch.tensor([1 + 2j, -1j], dtype=torch.complex64))
+        self.register_buffer("count", torch.arange(3, dtype=torch.int32))
+
+
+def narrow() -> nn.Module:
+    model = Many()
+    dkm.cluster_weight(model.layer, bits=3, dim=2, tau=1.0)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
+    **{name: (make, torch.float16) for name, make in SAMPLES.items()},
+    "wide": (SAMPLES["layers"], torch.float32),
+    "narrow": (narrow, torch.float8_e5m2),
+}
+
+
+@cache
+def good(name: str) -> bytes:
+    torch.manual_seed(0)
+    make, dtype = MODELS[name]
+    return encode(make(), dtype)
+
+
+@cache
+def plain(name: str) -> nn.Module:
+    return dkm.snap_(MODELS[name][0]())
+
+
+# --- alterations ---------------------------------------------------------------------------------
+
+ODD_VALUES = [
+    *(0, -1, 1, 2, 3, 4, 5, 12, 13, 16, 17, 64, 2**31, 2**62, 2**63, 2**64, 10**30, 1.0, 2.5, True, False, None),
+    *(Raw("1e999"), Raw("NaN"), Raw("-0"), Raw("1" * 5000), Raw("[" * 3000 + "]" * 3000)),
+    *("", "2", "١", "float32", "float16", "bfloat16", "float64", "int64", "F16", "BF16", "U8", "I64", "\x1b[31m"),
+    *([], [0], [1], [1, 1], [2**40, 2**40], [0, 2**62, 2**62], [1] * 65, [-1, 3], [[1]]),
+    *(Pairs(), Pairs([("a", 1)]), Pairs([("shape", [1]), ("dtype", "float32")])),
+]
+
+
+def objects(value: Any) -> list[Pairs]:
+    """All objects in a value, itself included."""
+    if isinstance(value, Pairs):
+        return [value] + [each for _, item in value for each in objects(item)]
+    return [each for item in value for each in objects(item)] if isinstance(value, list) else []
+
+
+def some_object(file: File, rng: random.Random) -> Pairs:
+    (part,) = rng.choices([file.tensors, file.ties, file.arrays, file.meta], [6, 1, 2, 1])
+    return rng.choice(objects(part))
+
+
+def change_a_value(file: File, rng: random.Random) -> None:
+    chosen = some_object(file, rng)
+    if not chosen:
+        return
+    i = rng.randrange(len(chosen))
+    key, value = chosen[i]
+    if isinstance(value, list) and not isinstance(value, Pairs) and value and rng.random() < 0.6:
+        value = list(value)
+        value[rng.randrange(len(value))] = rng.choice(ODD_VALUES)
+        chosen[i] = (key, value)
+    elif type(value) is int and rng.random() < 0.5:
+        chosen[i] = (key, value + rng.choice([-1, 1]))
+    else:
+        chosen[i] = (key, rng.choice(ODD_VALUES))
+
+
+def drop_a_key(file: File, rng: random.Random) -> None:
+    if chosen := some_object(file, rng):
+        i = rng.randrange(len(chosen))
+        if chosen is file.arrays and rng.random() < 0.8:
+            del file.data[i]
+        del chosen[i]
+
+
+def add_a_key(file: File, rng: random.Random) -> None:
+    chosen = some_object(file, rng)
+    if chosen is not file.arrays:
+        key = rng.choice(["extra", "bits", "dim", "shape", "", "checksum", "\ud800", *(key for key, _ in chosen)])
+        chosen.insert(rng.randrange(len(chosen) + 1), (key, rng.choice(ODD_VALUES)))
+
+
+def repeat_a_key(file: File, rng: random.Random) -> None:
+    chosen = some_object(file, rng)
+    if chosen and chosen is not file.arrays:
+        chosen.append(rng.choice(chosen))
+
+
+def rename(file: File, rng: random.Random) -> None:
+    """A name in one place, or in all of them."""
+    old = rng.choice([key for part in (file.tensors, file.ties) for key, _ in part] or [""])
+    others = [key for key, _ in file.tensors]
+    new = rng.choice(["new", "", "\x1b[2J", "\u202egnp", "größe", "a/b", "\ud800", "__metadata__", *others])
+    everywhere = rng.random() < 0.7
+    for part in (file.tensors, file.ties, file.arrays):
+        for i, (key, value) in enumerate(part):
+            kind, slash, name = key.partition("/") if part is file.arrays else ("", "", key)
+            if name == old and (everywhere or rng.random() < 0.3):
+                part[i] = (f"{kind}{slash}{new}", value)
+            if part is file.ties and value == old and everywhere:
+                part[i] = (part[i][0], new)
+
+
+def tie(file: File, rng: random.Random) -> None:
+    names = [key for key, _ in file.tensors] + [key for key, _ in file.ties]
+    file.ties.append((rng.choice(["other", "more", *names]), rng.choice(["nowhere", "other", *names])))
+
+
+def change_bytes(file: File, rng: random.Random) -> None:
+    i = rng.randrange(len(file.data))
+    if file.data[i]:
+        data = bytearray(file.data[i])
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        file.data[i] = bytes(data)
+
+
+def change_length(file: File, rng: random.Random) -> None:
+    """Cut or lengthen an array; sometimes its shape and offsets say so."""
+    i = rng.randrange(len(file.data))
+    data = file.data[i]
+    data = data[: rng.randrange(len(data) + 1)] if rng.random() < 0.6 else data + rng.randbytes(rng.randint(1, 9))
+    file.data[i] = data
+    if rng.random() < 0.7:
+        entry = dict(file.arrays[i][1])
+        entry["shape"] = [len(data)] if rng.random() < 0.5 else entry["shape"]
+        file.arrays[i] = (file.arrays[i][0], Pairs(entry.items()))
+        file.lay_out()
+
+
+def reorder(file: File, rng: random.Random) -> None:
+    """Arrays and keys in another order: the same file."""
+    order = rng.sample(range(len(file.data)), len(file.data))
+    file.arrays[:] = [file.arrays[i] for i in order]
+    file.data[:] = [file.data[i] for i in order]
+    file.lay_out()
+    for chosen in (file.tensors, file.ties, file.arrays):
+        if rng.random() < 0.5:
+            rng.shuffle(chosen)  # of the arrays: only the header's order
+
+
+def set_key(entry: Any, key: str, value: Any) -> None:
+    for i, (name, _) in enumerate(entry if isinstance(entry, Pairs) else ()):
+        if name == key:
+            entry[i] = (key, value)
+
+
+def change_dtype(file: File, rng: random.Random) -> None:
+    """Of centroids, of a stored tensor or of the tensor in the model; the number of bytes may still fit."""
+    if rng.random() < 0.5 and file.tensors:
+        names = [*strict_reader.WIDTHS, "float33", "nn", "quint8"]
+        set_key(rng.choice(file.tensors)[1], "dtype", rng.choice(names))
+    elif file.arrays:
+        set_key(rng.choice(file.arrays)[1], "dtype", rng.choice([*strict_reader.STORED, "F4", "F17"]))
+
+
+def reshape(file: File, rng: random.Random) -> None:
+    """Another shape with the same number of values, in the entry and, mostly, in the array."""
+    if not file.tensors:
+        return
+    name, entry = rng.choice(file.tensors)
+    shape = dict(entry).get("shape") if isinstance(entry, Pairs) else None
+    if not isinstance(shape, list):
+        return
+    shape = [*shape, 1] if rng.random() < 0.5 else [1] * rng.randint(1, 64) + shape
+    set_key(entry, "shape", shape)
+    for key, array in file.arrays:
+        if key == f"dense/{name}" and rng.random() < 0.8:
+            set_key(array, "shape", shape)
+
+
+def cluster_anew(file: File, rng: random.Random) -> None:
+    """A clustered tensor gets other bits, dim, codes and centroids, and one of the numbers may be wrong."""
+    name, entry = rng.choice([(name, entry) for name, entry in file.tensors if "bits" in dict(entry)])
+    bits, dim, off = rng.randint(1, 12), rng.randint(1, 6), [0] * 4
+    if rng.random() < 0.5:
+        off[rng.randrange(4)] = rng.choice([-1, 1])
+    vectors = -(-math.prod(dict(entry)["shape"]) // dim)
+    if vectors > 10_000:  # by an earlier alteration
+        return
+    codes = bytearray(rng.randbytes(max(0, -(-vectors * bits // 8) + off[0])))
+    if rng.random() < 0.9 and vectors * bits % 8:
+        codes[-1] &= (1 << vectors * bits % 8) - 1
+    k, dtype = 2**bits + off[1], rng.choice(["F16", "BF16"])
+    values = np.frombuffer(rng.randbytes(2 * k * dim), "<u2") & (0xBBFF if rng.random() < 0.95 else 0xFFFF)
+    set_key(entry, "bits", bits + off[2])
+    set_key(entry, "dim", dim + off[3])
+    for i, (key, array) in enumerate(file.arrays):
+        if key == f"codes/{name}":
+            file.data[i] = bytes(codes)
+            set_key(array, "shape", [len(codes)])
+        elif key == f"centroids/{name}":
+            file.data[i] = values.astype("<u2").tobytes()
+            set_key(array, "shape", [k, dim])
+            set_key(array, "dtype", dtype)
+    file.lay_out()
+
+
+ALTERATIONS = [
+    *(change_a_value, drop_a_key, add_a_key, repeat_a_key, rename, tie),
+    *(change_bytes, change_length, reorder, change_dtype, reshape, cluster_anew, cluster_anew),
+]
+
+
+def altered(rng: random.Random) -> tuple[str, bytes]:
+    """A model's name, and a file that was one of that model."""
+    name = rng.choice(list(MODELS))
+    file = taken_apart(good(name))
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        try:
+            rng.choice(ALTERATIONS)(file, rng)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            continue  # an alteration of what an earlier one has left over
+    data = file.to_bytes()
+    return name, with_another_character(data, rng) if rng.random() < 0.1 else data
+
+
+def with_another_character(data: bytes, rng: random.Random) -> bytes:
+    """Anywhere in the header; the checksum is right again, where there is still a place for it."""
+    place = b'"checksum":"'
+    at = data.find(place) + len(place)
+    changed = bytearray(data[:at] + BLANK.encode() + data[at + 64 :])
+    header = int.from_bytes(data[:8], "little")
+    changed[rng.randrange(8, 8 + header)] = rng.choice(b'{}[]",:0123456789 eE-.\\\x00\xff')
+    return sealed(bytes(changed))
+
+
+# --- the property --------------------------------------------------------------------------------
+
+
+def strictly(data: bytes) -> dict[str, strict_reader.Tensor] | None:
+    """What the strict reader reads, or None where it refuses."""
+    try:
+        return strict_reader.read(data)
+    except strict_reader.Refused:
+        return None
+
+
+def outcome(read: Callable[[], Any]) -> Any:
+    """What it returns, or None where it refuses.  Nothing but FileError is raised, and not for want of memory."""
+    try:
+        return read()
+    except dkm.FileError as error:
+        message = str(error)
+    assert "memory" not in message
+    assert message.isprintable()
+    return None
+
+
+def assert_same(state: dict[str, torch.Tensor], expected: dict[str, strict_reader.Tensor]) -> None:
+    assert state.keys() == expected.keys()
+    for name, tensor in state.items():
+        values = expected[name].values
+        assert (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) == (expected[name].dtype, values.shape)
+        exact = tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        with np.errstate(invalid="ignore"):  # some kinds of NaN
+            wide = values.astype(np.float32) if values.dtype == np.float16 else values
+        np.testing.assert_array_equal(exact.numpy(), wide, strict=True)
+
+
+def check(name: str, data: bytes, path: Path) -> bool:
+    """Whether the file is a valid one; all readers must agree."""
+    path.write_bytes(data)
+    expected = strictly(data)
+    state, printed = outcome(lambda: decode(data)), outcome(lambda: describe(path))
+    assert (state is None) == (printed is None) == (expected is None)
+    loaded = outcome(lambda: dkm.load(path, into=plain(name)))
+    if state is None or expected is None:
+        assert loaded is None
+        return False
+    assert_same(state, expected)
+    safetensors.torch.load(data)  # what we read, any safetensors library opens
+    assert all(line.isprintable() for line in printed.splitlines())
+    return True
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_strict_reader_agrees_on_valid_files(name, tmp_path):
+    assert check(name, good(name), tmp_path / "model.dkm")
+    assert check(name, taken_apart(good(name)).to_bytes(), tmp_path / "model.dkm")
+
+
+def test_altered_files_are_refused_or_read_exactly(tmp_path):
+    for name in MODELS:
+        good(name), plain(name)
+    valid = 0
+    with limited_memory(512 * 2**20):
+        for case in range(CASES):
+            name, data = altered(random.Random(case))
+            try:
+                valid += check(name, data, tmp_path / "model.dkm")
+            except BaseException as error:
+                error.add_note(f"case {case}: {name}, {data[:3000]!r}")
+                raise
+    assert 0.05 * CASES < valid < 0.7 * CASES  # or the alterations do not test much
+
+
+def test_harmed_files_are_always_refused(tmp_path):
+    path, names = tmp_path / "model.dkm", list(MODELS)
+    for case in range(CASES):
+        rng = random.Random(case)
+        data = bytearray(good(rng.choice(names)))
+        at = rng.randrange(len(data)) if rng.random() < 0.5 else rng.randrange(min(len(data), 800))
+        data[at] ^= rng.randint(1, 255)
+        path.write_bytes(data)
+        for read in (lambda: decode(bytes(data)), lambda: describe(path), lambda: dkm.load(path)):  # noqa: B023
+            with pytest.raises(dkm.FileError):
+                read()

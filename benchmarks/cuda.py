@@ -144,7 +144,7 @@ def _settle(model: nn.Module) -> None:
             clustered.step.fill_(clustered.steps)
             tau = float(clustered.temperature(clustered.step))
             for _ in range(40):  # large layers of random weights take thousands of iterations
-                result = dkm.cluster(W, clustered.C, tau=tau, eps=clustered.eps / 4, max_iter=250)
+                result = dkm.cluster(W, clustered.C, tau=tau, eps=clustered.options.eps / 4, max_iter=250)
                 clustered.C.copy_(result.C)
                 if result.iterations < 250:
                     break

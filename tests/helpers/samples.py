@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dkm
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "formats" / "golden"
 
 
 def grid(*shape: int, step: float = 0.25, dtype: torch.dtype = torch.float32) -> Tensor:

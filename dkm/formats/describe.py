@@ -20,10 +20,11 @@ from ..modelling.parameters import Owned, clusterings, parameters, unwrapped
 
 @dataclass(frozen=True)
 class Codes:
-    """A clustered tensor: the values are `centroids[codes]`, flattened and cut to its number of elements."""
+    """A clustered tensor: the values are `centroids[codes] * 2^exponent`, flattened, cut to its number of elements."""
 
     bits: int
     dim: int
+    exponent: int  # 0 but for tensors of an extreme scale
     codes: Tensor  # (n,) int64, in [0, 2^bits)
     centroids: Tensor  # (2^bits, dim), 16 bit
 
@@ -53,6 +54,12 @@ def describe(model: nn.Module, dtype: torch.dtype = torch.float16) -> Iterator[D
     walk = parameters(model)
     if all(owned.clustered is None for owned in walk):
         raise FileError("the model has no clustered tensor: call dkm.compress_(model, plan, ...) first")
+    for owned in walk:
+        if owned.on_top is not None:
+            raise FileError(
+                f"{owned.name} has another parametrization, {owned.on_top}, on top of its clustering, and a file holds "
+                "codes and centroids only: remove it first, torch.nn.utils.parametrize.remove_parametrizations"
+            )
     buffers = _other_state(model, {name for owned in walk for name in owned.names})
     return _each(walk, buffers, dtype, writes)
 
@@ -74,7 +81,7 @@ def _each(walk: list[Owned], buffers: dict[str, Tensor], dtype: torch.dtype, wri
 
 def _codes(clustered: Clustered, weight: Tensor) -> Codes:
     C, codes = clustered.codes(weight)
-    return Codes(clustered.bits, clustered.dim, codes, C)
+    return Codes(clustered.bits, clustered.dim, clustered.shift, codes, C)
 
 
 def _check_finite(name: str, weight: Tensor, clustered: Clustered | None) -> None:

@@ -40,6 +40,16 @@ class Owned:
         return found.pop()
 
 
+    @property
+    def on_top(self) -> str | None:
+        """The class of a parametrization that somebody has put on top of ours, where there is one."""
+        for module, attribute in self.owners if self.clustered is not None else ():
+            chain: Any = module.parametrizations[attribute]  # type: ignore[index]
+            if len(chain) > 1:
+                return type(chain[1]).__name__
+        return None
+
+
 def parameters(model: nn.Module) -> list[Owned]:
     """Every distinct parameter, tied ones once.  Names are those of the plain model, compressed or not."""
     found: dict[int, Owned] = {}

@@ -15,7 +15,7 @@ from ..clustering.precision import check_dtype, rounded, stored_dtype
 from ..foundation.errors import FileError
 from ..modelling.clustered import Clustered
 from ..modelling.dtensors import is_first, reshard, whole
-from ..modelling.parameters import Owned, clusterings, parameters, unwrapped
+from ..modelling.parameters import Owned, parameters, unwrapped
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,6 @@ def _other_state(model: nn.Module, known: set[str]) -> dict[str, Tensor]:
 
 def _ours(model: nn.Module) -> Callable[[str], bool]:
     """Whether a name in the state_dict belongs to one of our parametrizations."""
-    found = set(clusterings(model))
-    prefixes = tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if module in found)
+    modules = model.named_modules(remove_duplicate=False)
+    prefixes = tuple(f"{name}." for name, module in modules if isinstance(module, Clustered))
     return lambda name: name.startswith(prefixes)

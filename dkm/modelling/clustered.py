@@ -21,7 +21,6 @@ from ..clustering.precision import PLAIN_EXPONENTS, check_bits_dim, check_weight
 from ..clustering.vectors import from_vectors, to_vectors
 from .dtensors import is_sharded, whole
 
-
 TYPICAL_EXPONENT = -5  # of the weights that eps = 1e-4 is meant for: their root mean square is about 0.03
 
 
@@ -229,6 +228,23 @@ class Clustered(nn.Module, ABC):
             return tensor.to(result.device) if result.dtype in (torch.float16, torch.bfloat16) else result
 
         return super()._apply(keep_precision, recurse)
+
+    def twin(self) -> "Clustered":
+        """Another module that is this one in all but identity, for the second name of a tied weight.
+
+        PyTorch's distributed checkpoints visit a module once, and would miss the state under its second name.
+        """
+        twin = object.__new__(type(self))
+        twin.__dict__ = self.__dict__
+        return twin
+
+    # Deep copies and pickles remember a dict that they have seen.  So twins, which have one dict, share their copy too.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""

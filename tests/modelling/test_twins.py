@@ -13,7 +13,7 @@ import dkm
 from dkm.modelling.parameters import clusterings
 
 SCRIPT = """
-import torch, dkm
+import copy, torch, dkm
 from test_twins import Tied, step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -26,7 +26,7 @@ def wrapped():
 
 model, optimizer = wrapped()
 step(model, optimizer)
-state, optimizer_state = get_state_dict(model, optimizer)
+state, optimizer_state = copy.deepcopy(get_state_dict(model, optimizer))
 other, other_optimizer = wrapped()
 set_state_dict(other, other_optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
 step(model, optimizer)

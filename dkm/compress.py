@@ -109,6 +109,12 @@ def snap_(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> nn.Module:
             "dkm.load that into a plain model"
         )
     walk = parameters(model)
+    for owned in walk:
+        if owned.on_top is not None:
+            raise ValueError(
+                f"{owned.name} has another parametrization, {owned.on_top}, on top of its clustering, and snap_ would "
+                "drop it: remove that one first, torch.nn.utils.parametrize.remove_parametrizations"
+            )
     # All values first: taking one parametrization off may make a module read, and so cluster, another weight.
     dense = [
         rounded(owned.tensor, dtype) if owned.clustered is None else owned.clustered.snapped(owned.tensor)

@@ -174,7 +174,7 @@ BAD_WEIGHTS = {  # what is in the weight, and a word of the error
     "NaN": (NAN, "NaN"),
     "inf": (INF, "infinite"),
     "-inf": (-INF, "infinite"),
-    "too large for 16 bit": (1e6, "1e+06"),
+    "too large for float32": (1e36, "1e+36"),
 }
 
 

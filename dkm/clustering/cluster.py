@@ -104,7 +104,8 @@ def advance(weight: Tensor, state: State, options: ClusterOptions) -> tuple[Tens
 
     The state is brought up to date in place.
     """
-    return _Advance.apply(weight, state, options)
+    W_tilde, _, iterations, *_ = _Advance.apply(weight, state, options)
+    return W_tilde, iterations
 
 
 def forward(
@@ -183,12 +184,18 @@ def _gradients(ctx: Any, G: Tensor, backward: Backward) -> tuple[Tensor, Tensor 
 
 
 class _Cluster(torch.autograd.Function):
+    # setup_context is apart from forward, as torch.func (grad, functional_call) asks for.
+
     @staticmethod
-    def forward(ctx: Any, W: Tensor, C: Tensor, tau: Tensor, options: ClusterOptions) -> Output:
+    def forward(W: Tensor, C: Tensor, tau: Tensor, options: ClusterOptions) -> Output:
         W_tilde, trace = forward(W, C, tau, options)
-        _save(ctx, W, C, tau, options, (W_tilde, *trace))
-        ctx.mark_non_differentiable(*trace)
         return W_tilde, *trace
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Output) -> None:
+        W, C, tau, options = inputs
+        _save(ctx, W, C, tau, options, output)
+        ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -198,32 +205,39 @@ class _Cluster(torch.autograd.Function):
 
 class _Advance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, state: State, options: ClusterOptions) -> tuple[Tensor, Tensor]:
-        ctx.options, ctx.shape = options, weight.shape
-        # Single weights may be clustered in any order; taking the order in memory saves a copy.
-        ctx.channels_last = (
-            state.C.shape[1] == 1
-            and weight.ndim == 4
-            and not weight.is_contiguous()
-            and weight.is_contiguous(memory_format=torch.channels_last)
-        )
-        W = _flat(weight, ctx.channels_last)
-        backend = kernels.choose(options.impl, W, state.C.shape[1])
-        W_tilde, tau, trace = backend.advance(W, state, options)
-        ctx.save_for_backward(W, tau, *trace)
-        ctx.mark_non_differentiable(trace.iterations)
-        ctx.set_materialize_grads(False)  # zeros for the iterations would be a launch per weight and step
-        return _shaped(W_tilde, ctx.shape, ctx.channels_last), trace.iterations
+    def forward(weight: Tensor, state: State, options: ClusterOptions) -> tuple[Tensor, ...]:
+        channels_last = _in_channels_last_order(weight, state.C.shape[1])
+        W = _flat(weight, channels_last)
+        W_tilde, tau, trace = kernels.choose(options.impl, W, state.C.shape[1]).advance(W, state, options)
+        return _shaped(W_tilde, weight.shape, channels_last), tau, *trace
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        weight, state, ctx.options = inputs
+        ctx.channels_last = _in_channels_last_order(weight, state.C.shape[1])
+        ctx.save_for_backward(weight, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # zeros for the other outputs would be launches per weight and step
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, G: Tensor | None, _: Any) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, G: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None]:
         if G is None:
             return None, None, None
-        W, tau, *trace = ctx.saved_tensors
-        G = _flat(G, ctx.channels_last)
-        dW, _ = backward(G, W, tau, Trace(*trace), ctx.options, centroids=False)
-        return _shaped(dW, ctx.shape, ctx.channels_last), None, None
+        weight, tau, *trace = ctx.saved_tensors
+        W, G = _flat(weight, ctx.channels_last), _flat(G, ctx.channels_last)
+        found = backward(G, W, tau, Trace(*trace), ctx.options, centroids=False)
+        return _shaped(found.dW, weight.shape, ctx.channels_last), None, None
+
+
+def _in_channels_last_order(weight: Tensor, d: int) -> bool:
+    """Single weights (d = 1) may be clustered in any order; taking the order in memory saves a copy."""
+    return (
+        d == 1
+        and weight.ndim == 4
+        and not weight.is_contiguous()
+        and weight.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 def _flat(X: Tensor, channels_last: bool) -> Tensor:

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 MAX_BITS = 12
+MAX_EXPONENT = 112  # weights from 2^-112 to 2^112 (2e-34 to 5e33) can be clustered
+LARGEST_EXPONENT = 120  # of the power of two that a weight is divided by
+# A weight whose root mean square is 2^e is clustered as it is for e in this range, and otherwise divided by 2^e first:
+# squares of smaller or larger values leave float32, and centroids leave float16.
+PLAIN_EXPONENTS = range(-12, 13)
 
 
 def check_bits_dim(bits: int, dim: int) -> None:
@@ -17,7 +22,7 @@ def check_bits_dim(bits: int, dim: int) -> None:
 
 
 def check_weight(weight: Tensor, name: str = "the weight") -> None:
-    """Raise unless the tensor can be clustered: floating point, not empty, finite, within 16-bit range."""
+    """Raise unless the tensor can be clustered: floating point, not empty, finite, of a scale that float32 has."""
     if not weight.is_floating_point() or weight.element_size() < 2:
         raise TypeError(f"{name} is {weight.dtype}: only float64, float32, bfloat16 and float16 can be clustered")
     if weight.numel() == 0:
@@ -27,8 +32,18 @@ def check_weight(weight: Tensor, name: str = "the weight") -> None:
     largest = float(weight.detach().abs().amax())  # the maximum of anything and NaN is NaN
     if not math.isfinite(largest):
         raise ValueError(f"{name} holds NaN or infinite values: repair the weights before compressing them")
-    if largest > torch.finfo(stored_dtype(weight.dtype)).max:
-        raise ValueError(f"{name} holds values up to {largest:.3g}, beyond the range of 16-bit centroids: keep it")
+    if largest and not 2.0**-MAX_EXPONENT <= largest < 2.0**MAX_EXPONENT:
+        raise ValueError(f"{name} holds values up to {largest:.3g}, beyond what float32 can cluster: scale or keep it")
+
+
+def exponent_of(values: Tensor) -> int:
+    """e, such that 2^e is the power of two nearest to the root mean square of the values; 0 where all are zero.
+
+    Limited to what float32 can multiply by.
+    """
+    mean_square = float(values.detach().double().square().mean())
+    exponent = round(math.log2(mean_square) / 2) if mean_square > 0 else 0
+    return max(-LARGEST_EXPONENT, min(LARGEST_EXPONENT, exponent))
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -45,10 +60,14 @@ def check_dtype(dtype: torch.dtype) -> None:
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A parameter that is not clustered, in the precision of the file.
 
-    A tensor wider than `dtype` is rounded.  One that `dtype` cannot hold (overflow) stays as it is, and so
-    does one of 16 bit or of integers.
+    A tensor wider than `dtype` is rounded, provided that this moves no value by more than the rounding of `dtype` moves
+    the largest one (2^-11 of it for float16).  Otherwise, for values that are too large or too small for `dtype`, the
+    tensor stays as it is, and so does one of 16 bit or of integers.
     """
     if not tensor.is_floating_point() or tensor.element_size() <= torch.empty((), dtype=dtype).element_size():
         return tensor
-    narrow = tensor.to(dtype)
-    return tensor if bool((narrow.isfinite() != tensor.isfinite()).any()) else narrow
+    narrow, finite = tensor.to(dtype), tensor.isfinite()
+    moved = torch.where(finite, narrow.to(tensor.dtype) - tensor, 0).abs()  # infinite where dtype overflows
+    sizes = torch.where(finite, tensor, 0).abs()
+    allowed = sizes.amax() * (torch.finfo(dtype).eps / 2) if tensor.numel() else sizes
+    return narrow if bool((moved <= allowed).all()) else tensor

@@ -3,8 +3,8 @@
 A safetensors file whose metadata holds
 
     format      "dkm"
-    version     "1"; a reader refuses any other
-    tensors     JSON: NAME -> {"shape", "dtype"} and, where clustered, {"bits", "dim"}
+    version     "1", or "2" where a tensor has an exponent; a reader refuses any other
+    tensors     JSON: NAME -> {"shape", "dtype"} and, where clustered, {"bits", "dim"} and perhaps {"exponent"}
     ties        JSON: NAME -> the NAME it shares its values with
     checksum    SHA-256, in hexadecimal, of the whole file with these 64 characters as zeros
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from ..foundation.errors import FileError
 from ..foundation.text import shown
 
-VERSION = 1
+VERSION = 2  # the newest one that is read
 BLANK = "0" * 64
 HEADER_LIMIT = 100_000_000  # bytes: the limit that safetensors itself has
 MOST_DIMENSIONS = 64  # PyTorch and numpy compute with no more
@@ -83,9 +83,11 @@ class Container:
 
 def to_bytes(entries: dict[str, dict[str, Any]], ties: dict[str, str], arrays: dict[str, Tensor]) -> bytes:
     """The bytes of a container with the metadata `tensors` and `ties`.  Equal contents give equal bytes."""
+    # the oldest version that can say it: readers of version 1 read whatever needs no exponent
+    version = "2" if any("exponent" in entry for entry in entries.values()) else "1"
     metadata = {
         "format": "dkm",
-        "version": str(VERSION),
+        "version": version,
         "tensors": json.dumps(entries, sort_keys=True),
         "ties": json.dumps(ties, sort_keys=True),
         "checksum": BLANK,
@@ -110,7 +112,7 @@ def from_bytes(data: bytes, name: str) -> Container:
         version, checksum = metadata.get("version"), metadata.get("checksum")
         if not isinstance(version, str) or not re.fullmatch("[1-9][0-9]*", version):
             raise ValueError("its version is not a number")
-        if version != str(VERSION):
+        if version not in ("1", "2"):
             raise FileError(
                 f"{name} has format version {shown(version)}, this dkm reads up to {VERSION}: upgrade torch-dkm"
             )

@@ -15,16 +15,17 @@ from ..clustering.precision import check_dtype, rounded, stored_dtype
 from ..foundation.errors import FileError
 from ..modelling.clustered import Clustered
 from ..modelling.dtensors import is_first, reshard, whole
-from ..modelling.parameters import Owned, clusterings, parameters, unwrapped
+from ..modelling.parameters import Owned, parameters, unwrapped
 from .container import DTYPES
 
 
 @dataclass(frozen=True)
 class Codes:
-    """A clustered tensor: the values are `centroids[codes]`, flattened and cut to its number of elements."""
+    """A clustered tensor: the values are `centroids[codes] * 2^exponent`, flattened, cut to its number of elements."""
 
     bits: int
     dim: int
+    exponent: int  # 0 but for tensors of an extreme scale
     codes: Tensor  # (n,) int64, in [0, 2^bits)
     centroids: Tensor  # (2^bits, dim), 16 bit
 
@@ -58,6 +59,11 @@ def describe(model: nn.Module, dtype: torch.dtype = torch.float16) -> Iterator[D
         raise FileError("the model has no clustered tensor: call dkm.compress_(model, plan, ...) first")
     for owned in walk:
         _check_storable(owned.name, owned.tensor)
+        if owned.on_top is not None:
+            raise FileError(
+                f"{owned.name} has another parametrization, {owned.on_top}, on top of its clustering, and a file holds "
+                "codes and centroids only: remove it first, torch.nn.utils.parametrize.remove_parametrizations"
+            )
     buffers = _other_state(model, {name for owned in walk for name in owned.names})
     return _each(walk, buffers, dtype, writes)
 
@@ -79,7 +85,7 @@ def _each(walk: list[Owned], buffers: dict[str, Tensor], dtype: torch.dtype, wri
 
 def _codes(clustered: Clustered, weight: Tensor) -> Codes:
     C, codes = clustered.codes(weight)
-    return Codes(clustered.bits, clustered.dim, codes, C)
+    return Codes(clustered.bits, clustered.dim, clustered.shift, codes, C)
 
 
 def _check_finite(name: str, weight: Tensor, clustered: Clustered | None) -> None:
@@ -120,6 +126,6 @@ def _check_storable(name: str, tensor: Tensor) -> None:
 
 def _ours(model: nn.Module) -> Callable[[str], bool]:
     """Whether a name in the state_dict belongs to one of our parametrizations."""
-    found = set(clusterings(model))
-    prefixes = tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if module in found)
+    modules = model.named_modules(remove_duplicate=False)
+    prefixes = tuple(f"{name}." for name, module in modules if isinstance(module, Clustered))
     return lambda name: name.startswith(prefixes)

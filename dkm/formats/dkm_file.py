@@ -119,6 +119,7 @@ def encode(model: nn.Module, dtype: torch.dtype = torch.float16) -> bytes:
         ties |= dict.fromkeys(each.aliases, each.name)
         if isinstance(each.content, Codes):
             entry |= {"bits": each.content.bits, "dim": each.content.dim}
+            entry |= {"exponent": each.content.exponent} if each.content.exponent else {}
             keep(f"codes/{each.name}", pack(each.content.codes, each.content.bits))
             keep(f"centroids/{each.name}", each.content.centroids)
         else:
@@ -158,6 +159,8 @@ def _values(entry: Entry) -> Tensor:
         return entry.content.tensor().to(entry.dtype)
     bits, dim = entry.content.bits, entry.content.dim
     centroids, n = entry.content.centroids.tensor().to(entry.dtype), -(-entry.numel // dim)
+    if entry.content.exponent:
+        centroids *= 2.0**entry.content.exponent
     vectors, at = torch.empty(n, dim, dtype=entry.dtype), 0
     for codes in unpack_pieces(entry.content.codes.data, bits, n):
         torch.index_select(centroids, 0, codes, out=vectors[at : at + len(codes)])

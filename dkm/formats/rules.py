@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..clustering.precision import MAX_BITS
+from ..clustering.precision import LARGEST_EXPONENT, MAX_BITS
 from ..foundation.errors import FileError
 from ..foundation.text import shown
 from .codec import packed_size, padding_is_zero
@@ -39,6 +39,7 @@ class Packed:
 
     bits: int
     dim: int
+    exponent: int  # the values are the centroids times 2^exponent
     codes: Array  # uint8 (bytes,): see codec.py
     centroids: Array  # 16 bit (2^bits, dim)
 
@@ -82,7 +83,8 @@ def _checked(container: Container) -> Contents:
         raise Contradiction(f"the metadata are not {', '.join(sorted(METADATA))}")
     arrays = stored_arrays(container)
     tensors, ties = _object(container.metadata, "tensors"), _object(container.metadata, "ties")
-    entries = {name: _entry(name, entry, arrays) for name, entry in tensors.items()}
+    version = container.metadata["version"]
+    entries = {name: _entry(name, entry, arrays, version) for name, entry in tensors.items()}
     _check_no_others(arrays, entries)
     _check_ties(ties, entries)
     return Contents(entries, ties)
@@ -99,14 +101,17 @@ def _object(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def _entry(name: str, entry: Any, arrays: Mapping[str, Array]) -> Entry:
-    if not isinstance(entry, dict) or entry.keys() not in ({"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}):
+def _entry(name: str, entry: Any, arrays: Mapping[str, Array], version: str) -> Entry:
+    keys = [{"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}]
+    if version != "1":
+        keys.append({"shape", "dtype", "bits", "dim", "exponent"})
+    if not isinstance(entry, dict) or entry.keys() not in keys:
         raise Contradiction(f"the entry of {shown(name)} is not shape and dtype, or shape, dtype, bits and dim")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in NAMES:
         raise Contradiction(f"{shown(name)} has an unknown dtype")
     shape, dtype = checked_shape(entry["shape"], name), NAMES[entry["dtype"]]
     if "bits" in entry:
-        packed = _packed(name, entry["bits"], entry["dim"], arrays)
+        packed = _packed(name, entry, arrays)
         _check_packed(name, Entry(shape, dtype, packed), packed)
         return Entry(shape, dtype, packed)
     array = _array("dense", name, arrays)
@@ -114,12 +119,17 @@ def _entry(name: str, entry: Any, arrays: Mapping[str, Array]) -> Entry:
     return Entry(shape, dtype, array)
 
 
-def _packed(name: str, bits: Any, dim: Any, arrays: Mapping[str, Array]) -> Packed:
+def _packed(name: str, entry: Mapping[str, Any], arrays: Mapping[str, Array]) -> Packed:
+    bits, dim, exponent = entry["bits"], entry["dim"], entry.get("exponent", 0)
     if not is_size(bits) or not 1 <= bits <= MAX_BITS:
         raise Contradiction(f"the bits of {shown(name)} are not an integer from 1 to {MAX_BITS}")
     if not is_size(dim) or dim < 1:
         raise Contradiction(f"the dim of {shown(name)} is not an integer of at least 1")
-    return Packed(bits, dim, _array("codes", name, arrays), _array("centroids", name, arrays))
+    if "exponent" in entry and (type(exponent) is not int or not 1 <= abs(exponent) <= LARGEST_EXPONENT):
+        raise Contradiction(
+            f"the exponent of {shown(name)} is not an integer from {-LARGEST_EXPONENT} to {LARGEST_EXPONENT} without 0"
+        )
+    return Packed(bits, dim, exponent, _array("codes", name, arrays), _array("centroids", name, arrays))
 
 
 def _check_packed(name: str, entry: Entry, packed: Packed) -> None:
@@ -140,7 +150,7 @@ def _check_packed(name: str, entry: Entry, packed: Packed) -> None:
         )
     if not padding_is_zero(codes.data, bits, vectors):
         raise Contradiction(f"the unused bits after the codes of {shown(name)} are not zero")
-    if not bool(centroids.tensor().to(entry.dtype).isfinite().all()):
+    if not bool((centroids.tensor().to(entry.dtype) * 2.0**packed.exponent).isfinite().all()):
         raise Contradiction(f"the centroids of {shown(name)} are not finite")
 
 

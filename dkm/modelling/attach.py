@@ -10,10 +10,11 @@ from .recurrent import share_reads, unshare_reads
 
 def attach(owned: Owned, clustered: Clustered) -> None:
     """Every module that holds the parameter computes with its clustering from now on."""
-    for module, attribute in owned.owners:
+    for number, (module, attribute) in enumerate(owned.owners):
         clustered.train(module.training)
         # unsafe: the checks that it skips would run the clustering, and ours keeps shape and dtype
-        parametrize.register_parametrization(module, attribute, clustered, unsafe=True)
+        own = clustered if number == 0 else clustered.twin()
+        parametrize.register_parametrization(module, attribute, own, unsafe=True)
         module.parametrizations[attribute].__class__ = Chain  # type: ignore[index]
         share_reads(module)
 

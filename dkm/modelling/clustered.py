@@ -6,6 +6,7 @@ centroids advance, what evaluation computes, and what the file holds.  A method 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,10 +16,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..clustering.assign import assign
 from ..clustering.cluster import Clustering
 from ..clustering.initialize import init_centroids
-from ..clustering.options import StartOptions
-from ..clustering.precision import check_bits_dim, check_weight, stored_dtype
+from ..clustering.options import LoopOptions, StartOptions
+from ..clustering.precision import PLAIN_EXPONENTS, check_bits_dim, check_weight, exponent_of, stored_dtype
 from ..clustering.vectors import from_vectors, to_vectors
 from .dtensors import is_sharded, whole
+
+TYPICAL_EXPONENT = -5  # of the weights that eps = 1e-4 is meant for: their root mean square is about 0.03
 
 
 class Moment(NamedTuple):
@@ -50,8 +53,13 @@ class Clustered(nn.Module, ABC):
         seen    ()      the checksum of that weight
         step    ()      how often the weight has changed, which is the clock of a schedule
         unit    ()      the mean squared error per weight of the first clustering, which is the unit of a temperature
+        exponent ()     e, such that the root mean square of the first weight is about 2^e
 
     The attribute `iterations`, a () tensor, says how many iterations the last clustering took; 0 before the first one.
+
+    A weight of an extreme scale (see `PLAIN_EXPONENTS`) is divided by 2^e before it is clustered, and what comes out is
+    multiplied by it; both are exact.  For such a weight C, start, unit and everything that a method computes belong to
+    the divided weight, which `scaled` returns.  `shift` is that e, and 0 for all other weights.
     """
 
     Options: ClassVar[type[StartOptions]] = StartOptions
@@ -62,6 +70,7 @@ class Clustered(nn.Module, ABC):
     seen: Tensor
     step: Tensor
     unit: Tensor
+    exponent: Tensor
 
     def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):
         super().__init__()
@@ -71,7 +80,10 @@ class Clustered(nn.Module, ABC):
             raise ValueError("the weight is a DTensor: call dkm.compress_ before fully_shard")
         check_weight(weight)
         self.bits, self.dim, self.shape = bits, dim, weight.shape
-        W = to_vectors(weight.detach(), dim)
+        exponent = exponent_of(weight)
+        self.register_buffer("exponent", torch.tensor(exponent, dtype=torch.int32, device=weight.device))
+        self.adapt_to_scale(exponent)
+        W = to_vectors(self.scaled(weight.detach()), dim)
         C = self.initial_centroids(W)
         self.register_buffer("C", C)
         self.register_buffer("start", C.clone())
@@ -80,11 +92,48 @@ class Clustered(nn.Module, ABC):
         self.register_buffer("unit", squared_error(W, C))
         self.iterations = torch.zeros_like(self.step)  # no buffer: nothing to save, nothing to send to other ranks
 
+    # --- the scale of the weight
+
+    def adapt_to_scale(self, exponent: int) -> None:
+        """The weight is about 2^exponent: decide, on the host, what follows from that.
+
+        `loop` is the options with `eps` for the scaled weight.
+        """
+        self.shift = 0 if exponent in PLAIN_EXPONENTS else exponent
+        self.loop = self.options
+        if isinstance(self.options, LoopOptions):
+            # The paper's eps is absolute, and stays so for weights of an ordinary scale.
+            relative = 2.0 ** (exponent - TYPICAL_EXPONENT) if self.shift and self.relative_eps else 1.0
+            eps = self.options.eps * relative * 2.0**-self.shift
+            self.loop = replace(self.options, eps=eps)  # type: ignore[call-arg]
+
+    @property
+    def relative_eps(self) -> bool:
+        """Whether, for a weight of an extreme scale, `eps` is meant for one of typical scale and is scaled alike."""
+        return True
+
+    def scaled(self, weight: Tensor) -> Tensor:
+        """The weight as methods see it: divided by 2^shift, which is exact."""
+        return weight if not self.shift else weight * 2.0**-self.shift
+
+    def unscaled(self, values: Tensor) -> Tensor:
+        """The inverse of `scaled`."""
+        return values if not self.shift else values * 2.0**self.shift
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        key = prefix + "exponent"
+        if key not in state_dict and prefix + "C" in state_dict:  # a checkpoint from before there were exponents
+            state_dict[key] = torch.tensor(exponent_of(state_dict[prefix + "C"]), dtype=torch.int32)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if not self.exponent.is_meta:
+            self.adapt_to_scale(int(self.exponent))
+
     # --- what a method decides
 
     @abstractmethod
     def cluster(self, weight: Tensor, start: Tensor, step: Tensor) -> Clustering:
-        """The clustering of the weight from the centroids `start` `(k, d)`, after `step` steps.  Changes nothing."""
+        """The clustering of the scaled weight from the centroids `start` `(k, d)`, after `step` steps.  Changes
+        nothing."""
 
     def initial_centroids(self, W: Tensor) -> Tensor:
         """`(n, d) -> (k, d)`: where the centroids start."""
@@ -114,7 +163,9 @@ class Clustered(nn.Module, ABC):
         """What the module computes with: W~ in training, the snapped weight otherwise."""
         if not (self.training and weight.requires_grad):
             snapped = self.snapped(weight)
-            return _StraightThrough.apply(weight, snapped) if weight.requires_grad else snapped
+            if weight.requires_grad and torch.is_grad_enabled():
+                return _StraightThrough.apply(weight, snapped)
+            return _guarded(snapped)
         if getattr(self, "_is_replica", False):
             raise RuntimeError(
                 "nn.DataParallel trains copies of the model that it throws away after every forward pass, and the "
@@ -129,9 +180,9 @@ class Clustered(nn.Module, ABC):
     def soft(self, weight: Tensor) -> Tensor:
         """W~, with gradient.  The state advances if the weight has changed."""
         now = self.moment(weight)
-        W_tilde, C, iterations = self.cluster(weight, now.start, now.step)
+        W_tilde, C, iterations = self.cluster(self.scaled(weight), now.start, now.step)
         self.advance(C, now, iterations)
-        return W_tilde
+        return self.unscaled(W_tilde)
 
     def moment(self, weight: Tensor, add_up: Callable[[Tensor], Tensor] | None = None) -> Moment:
         """Where the training of this weight is.  Changes nothing.
@@ -147,25 +198,32 @@ class Clustered(nn.Module, ABC):
         """Take on the state after a clustering, in place: a CUDA graph reads where its capture has read."""
         if torch.compiler.is_compiling():  # it has its own ways of keeping a buffer in its place
             self.C, self.start, self.seen, self.step = C, now.start, now.seen, now.step
-        else:
-            with torch.no_grad():
-                self.C.copy_(C)
-                self.start.copy_(now.start)
-                self.seen.copy_(now.seen)
-                self.step.copy_(now.step)
-        self.iterations = iterations
+            self.iterations = iterations
+            return
+        with torch.no_grad():
+            self.C.copy_(C)
+            self.start.copy_(now.start)
+            self.seen.copy_(now.seen)
+            self.step.copy_(now.step)
+        self.iterations = _outside_of_transforms(iterations)
 
     @torch.no_grad()
     def codes(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The centroids in the precision of the file, `(k, dim)`, and each vector's index, `(n,)` int64."""
+        """The centroids in the precision of the file, `(k, dim)`, and each vector's index, `(n,)` int64.
+
+        The centroids are those of the scaled weight: times 2^shift they are the weight's own.
+        """
         weight, C = whole(weight), self.C.to(stored_dtype(weight.dtype))
-        return C, assign(to_vectors(weight, self.dim), C)
+        return C, assign(to_vectors(self.scaled(weight), self.dim), C)
 
     @torch.no_grad()
     def snapped(self, weight: Tensor) -> Tensor:
-        """The weight with every vector replaced by its nearest centroid."""
+        """The weight with every vector replaced by its nearest centroid, and by NaN where the weight is not finite."""
         C, codes = self.codes(weight)
-        return from_vectors(C[codes].to(weight.dtype), weight.shape)
+        finite = to_vectors(weight, self.dim).isfinite().all(1, keepdim=True)
+        # A diverged weight must show: it has a nearest centroid, but that is not what it is.
+        vectors = torch.where(finite, self.unscaled(C[codes].to(weight.dtype)), torch.nan)
+        return from_vectors(vectors, weight.shape)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Clustered":
         # model.half() and model.bfloat16() are for weights: centroids of 16 bit would not move any more.
@@ -174,6 +232,23 @@ class Clustered(nn.Module, ABC):
             return tensor.to(result.device) if result.dtype in (torch.float16, torch.bfloat16) else result
 
         return super()._apply(keep_precision, recurse)
+
+    def twin(self) -> "Clustered":
+        """Another module that is this one in all but identity, for the second name of a tied weight.
+
+        PyTorch's distributed checkpoints visit a module once, and would miss the state under its second name.
+        """
+        twin = object.__new__(type(self))
+        twin.__dict__ = self.__dict__
+        return twin
+
+    # Deep copies and pickles remember a dict that they have seen.  So twins, which have one dict, share their copy too.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
@@ -201,14 +276,57 @@ class Chain(ParametrizationList):
             clustered.shard(original)
 
 
+class Snapped(Tensor):
+    """A snapped weight as a module reads it: an ordinary tensor, but for assignments to `.data`.
+
+    It is made anew at every read, so a value assigned to it would be lost: peft's `merge_and_unload` tries that.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The values."""
+        return self.detach().as_subclass(Tensor)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise RuntimeError(
+            "this weight is clustered: it is computed at every read, and assigning to its .data would change nothing; "
+            "call dkm.snap_(model) first, or assign to the module's attribute itself (module.weight = value)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.as_subclass(Tensor).__deepcopy__(memo)
+
+
+def _guarded(snapped: Tensor) -> Tensor:
+    return snapped if torch.compiler.is_compiling() else snapped.as_subclass(Snapped)
+
+
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, snapped: Tensor) -> Tensor:
+    def forward(weight: Tensor, snapped: Tensor) -> Tensor:
         return snapped.view_as(snapped)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None]:
         return G, None
+
+
+def _outside_of_transforms(tensor: Tensor) -> Tensor:
+    """The tensor that torch.func (grad, vjp) has wrapped: what is kept must not outlive its transform."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def checksum(weight: Tensor) -> Tensor:
@@ -221,7 +339,11 @@ def checksum(weight: Tensor) -> Tensor:
 
 
 def squared_error(W: Tensor, C: Tensor) -> Tensor:
-    """`()`: the mean squared distance to the nearest centroid, per weight; positive even where all is exact."""
+    """`()`: the mean squared distance to the nearest centroid, per weight.
+
+    Never less than a millionth of the mean square, so that it is positive even where every weight is a centroid, and
+    never zero, not even where all weights are.
+    """
     W = W[:: max(1, len(W) >> 18)].to(C.dtype)
     error = (W - C[assign(W, C)]).square().mean()
-    return torch.maximum(error, 1e-6 * W.square().mean() + 1e-12)
+    return torch.maximum(error, 1e-6 * W.square().mean()).clamp(min=1e-30)

@@ -31,13 +31,22 @@ class Owned:
     @property
     def clustered(self) -> Clustered | None:
         """Our parametrization of it, where there is one."""
-        found = {_clustering_of(module, attribute) for module, attribute in self.owners}
-        if len(found) > 1:
+        held = [_clustering_of(module, attribute) for module, attribute in self.owners]
+        if len({None if each is None else id(vars(each)) for each in held}) > 1:  # twins share what they hold
             raise ValueError(
                 f"{' and '.join(self.names)} are one tensor, clustered in one place only: "
                 "cluster it with dkm.compress_, which keeps ties"
             )
-        return found.pop()
+        return held[0]
+
+    @property
+    def on_top(self) -> str | None:
+        """The class of a parametrization that somebody has put on top of ours, where there is one."""
+        for module, attribute in self.owners if self.clustered is not None else ():
+            chain: Any = module.parametrizations[attribute]  # type: ignore[index]
+            if len(chain) > 1:
+                return type(chain[1]).__name__
+        return None
 
 
 def parameters(model: nn.Module) -> list[Owned]:
@@ -61,8 +70,12 @@ def clustered_parameters(model: nn.Module) -> list[tuple[Owned, Clustered]]:
 
 
 def clusterings(model: nn.Module) -> list[Clustered]:
-    """The parametrizations that dkm has put on a model."""
-    return [module for module in model.modules() if isinstance(module, Clustered)]
+    """The parametrizations that dkm has put on a model; one of each pair of twins."""
+    found: dict[int, Clustered] = {}
+    for module in model.modules():
+        if isinstance(module, Clustered):
+            found.setdefault(id(vars(module)), module)
+    return list(found.values())
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

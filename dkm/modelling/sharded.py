@@ -66,7 +66,7 @@ class _Rows(Tensor):
 class Shardable(Protocol):
     """What `Sharded` needs of the clustered weight that it works for."""
 
-    options: DKMOptions
+    loop: DKMOptions
     dim: int
     C: Tensor
     training: bool
@@ -75,6 +75,8 @@ class Shardable(Protocol):
     def temperature(self, step: Tensor) -> Tensor | float: ...
     def advance(self, C: Tensor, now: Moment, iterations: Tensor) -> None: ...
     def snapped(self, weight: Tensor) -> Tensor: ...
+    def scaled(self, weight: Tensor) -> Tensor: ...
+    def unscaled(self, values: Tensor) -> Tensor: ...
 
 
 class LastClustering(NamedTuple):
@@ -139,10 +141,11 @@ class Sharded:
         now = clustered.moment(rows, self.layout.sum)
         tau, dtype = clustered.temperature(now.step), compute_dtype(vectors.dtype)
         tau = tau.to(dtype) if isinstance(tau, Tensor) else now.start.new_full((), tau, dtype=dtype)
-        W_tilde, trace = loop.forward(vectors, now.start, tau, clustered.options, self.layout.sum)
+        W = clustered.scaled(vectors)
+        W_tilde, trace = loop.forward(W, now.start, tau, clustered.loop, self.layout.sum)
         clustered.advance(trace.trail[-1, :, :-1].contiguous(), now, trace.iterations)
         self.last = LastClustering(trace, tau, W_tilde if multiple is not None else None)
-        return W_tilde
+        return clustered.unscaled(W_tilde)
 
     @_disable_dynamo  # a graph that torch.compile traced would leave out the hooks
     def read(self, weight: Tensor) -> Tensor:
@@ -213,16 +216,18 @@ class Sharded:
 
     def through_clustering(self, rows: Tensor) -> Tensor:
         """From this rank's rows of the gradient of W~ to its rows of the gradient of W."""
-        options, (trace, tau, W_tilde) = self.clustered.options, self.last
+        options, (trace, tau, W_tilde) = self.clustered.loop, self.last
+        # the gradients of the scaled weight, as autograd would make them of `scaled` and `unscaled`
+        own, device = self.parameter._local_tensor.as_subclass(Tensor), trace.trail.device
         G, W = (
-            self.layout.vectors(values.to(trace.trail.device).reshape(-1))
-            for values in (rows, self.parameter._local_tensor.as_subclass(Tensor))
+            self.layout.vectors(values.to(device).reshape(-1))
+            for values in (self.clustered.unscaled(rows), self.clustered.scaled(own))
         )
         asked_for = W_tilde is not None
         gradients = loop.backward(G, W, tau, trace, options, reduce=self.layout.sum, centroids=asked_for)
         if W_tilde is not None:
             self._add_to_multiple(G, W_tilde, W, gradients)
-        return self.layout.rows(gradients.dW).view(rows.shape)
+        return self.clustered.scaled(self.layout.rows(gradients.dW)).view(rows.shape)
 
     def _add_to_multiple(self, G: Tensor, W_tilde: Tensor, W: Tensor, gradients: Gradients) -> None:
         """Add to the gradient of a learned temperature.  FSDP2 has sharded it as well: one rank has its one element."""
@@ -231,7 +236,7 @@ class Sharded:
         trace, tau, _ = self.last
         assert gradients.dC is not None
         share = gradients._replace(dC=gradients.dC / self.layout.ranks)  # dC is a sum over all ranks already
-        dtau = self.layout.sum(loop.tau_gradient(G, W_tilde, W, tau, trace, share, self.clustered.options))
+        dtau = self.layout.sum(loop.tau_gradient(G, W_tilde, W, tau, trace, share, self.clustered.loop))
         if self.multiple.grad is None:
             self.multiple.grad = torch.zeros_like(self.multiple)
         self.multiple.grad._local_tensor.add_(dtau * tau)

@@ -22,6 +22,16 @@ class Tempered(Clustered):
     Options: ClassVar[type[StartOptions]] = TemperedOptions
     options: TemperedOptions
 
+    @property
+    def tau_power(self) -> int:
+        """With which power of the weight's scale tau scales: 2, or 1 for the plain distance."""
+        return 1 if getattr(self.options, "metric", None) == "euclidean" else 2
+
+    @property
+    def relative_eps(self) -> bool:
+        """The paper's fixed tau comes with the paper's eps; a tau in units of the weight with an eps in those units."""
+        return not isinstance(self.options.tau, int | float)
+
     def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):
         super().__init__(weight, bits, dim, **options)
         tau = self.options.tau
@@ -29,7 +39,7 @@ class Tempered(Clustered):
         self.schedule: Schedule | None = AUTO if tau == "auto" else tau if callable(tau) else None
         if self.schedule is not None:
             check_schedule(self.schedule, weight.device)
-        if getattr(self.options, "metric", None) == "euclidean":
+        if self.tau_power == 1:
             # near |w - c| = D a step of the squared distance is 2 D of the plain one, and D^2 is about dim * unit
             self.unit = (self.unit / dim).sqrt() / 2
         if tau == "learn":
@@ -37,14 +47,15 @@ class Tempered(Clustered):
             self.log_multiple = nn.Parameter(hot, requires_grad=weight.requires_grad)
 
     def temperature(self, step: Tensor) -> Tensor | float:
-        """tau after `step` changes of the weight: a number, or a () tensor."""
+        """tau after `step` changes of the weight, for the scaled weight: a number, or a () tensor."""
         if self.schedule is not None:
             assert self.steps is not None
             return self.unit * self.schedule((step / self.steps).clamp(max=1))
         if self.options.tau == "learn":
             return (self.unit * whole(self.log_multiple).exp()).view(())
         assert isinstance(self.options.tau, int | float)
-        return self.options.tau
+        tau = self.options.tau * 2.0 ** (-self.shift * self.tau_power)
+        return min(max(tau, 1e-37), 1e37)  # what float32 can divide by
 
     @property
     def anneals(self) -> bool:

@@ -92,6 +92,7 @@ class monitor:
         now = clustered.moment(weight)
         tau = clustered.temperature(now.step)
         C, codes = clustered.codes(weight)
+        weight = clustered.scaled(weight)
         snapped = from_vectors(C[codes].to(weight.dtype), weight.shape)
         # a frozen weight is snapped in training, too
         W_tilde = snapped if frozen else clustered.cluster(weight, now.start, now.step).W_tilde

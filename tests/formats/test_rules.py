@@ -212,7 +212,7 @@ for case, (offsets, length, words) in LAYOUTS.items():
     CONTRADICTIONS[case] = (raw(header("".join(entries)), bytes(length)), words)
 REFUSED = {case: (data, f"intact but contradicts itself .*{words}") for case, (data, words) in CONTRADICTIONS.items()}
 REFUSED |= {case: (data, f"not an intact .dkm file .*({words})") for case, (data, words) in NOT_INTACT.items()}
-REFUSED["version 2"] = (version('"2"'), "format version 2, this dkm reads up to 1: upgrade torch-dkm")
+REFUSED["version 3"] = (version('"3"'), "format version 3, this dkm reads up to 2: upgrade torch-dkm")
 REFUSED["version of 5000 digits"] = (version('"' + "9" * 5000 + '"'), "format version 999.*: upgrade torch-dkm")
 
 
@@ -327,7 +327,7 @@ def test_a_wider_file_takes_the_models_dtype(tmp_path):
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_files_of_the_first_version_load(name):
+def test_golden_files_load(name):
     state = dkm.load(GOLDEN / f"{name}.dkm")
     expected = np.load(GOLDEN / f"{name}.npz")
     assert state.keys() == set(expected.files)
@@ -337,7 +337,7 @@ def test_files_of_the_first_version_load(name):
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_the_writer_writes_the_bytes_of_the_first_version(name):
+def test_the_writer_writes_the_bytes_of_the_golden_files(name):
     assert encode(SAMPLES[name]()) == (GOLDEN / f"{name}.dkm").read_bytes()
 
 
@@ -409,3 +409,27 @@ def test_paths_that_no_file_can_have(path):
         dkm.load(path)
     with pytest.raises(dkm.FileError, match="cannot read"):
         describe(Path(path))
+
+
+@pytest.mark.parametrize("exponent", [0, 121, -121, 1.0, True, "3", None, [1]])
+def test_an_exponent_that_is_none_is_refused(exponent):
+    with pytest.raises(dkm.FileError, match="exponent of .* is not an integer from -120 to 120 without 0"):
+        decode(with_exponent(exponent, "2"))
+
+
+def test_an_exponent_needs_version_2():
+    assert decode(with_exponent(3, "2"))["0.weight"].isfinite().all()
+    with pytest.raises(dkm.FileError, match=r"the entry of 0\.weight is not"):
+        decode(with_exponent(3, "1"))
+
+
+def with_exponent(exponent: object, version: str) -> bytes:
+    """The golden file of extreme scales with another exponent, and the right checksum."""
+    data = (GOLDEN / "extreme.dkm").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    meta = header["__metadata__"]
+    tensors = json.loads(meta["tensors"])
+    tensors["0.weight"]["exponent"] = exponent
+    meta |= {"tensors": json.dumps(tensors), "version": version, "checksum": BLANK}
+    return raw(json.dumps(header, separators=(",", ":")), data[start:])

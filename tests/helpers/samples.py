@@ -91,4 +91,19 @@ def odd() -> nn.Module:
     return model
 
 
-SAMPLES: dict[str, Callable[[], nn.Module]] = {"layers": layers, "tied": tied, "odd": odd}
+def extreme() -> nn.Module:
+    """Weights of about 2^-40 and 2^40, which need version 2."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 4))
+    with torch.no_grad():
+        model[0].weight.copy_(grid(3, 5) * 2.0**-40)
+        model[1].weight.copy_(grid(4, 3) * 2.0**40)
+    dkm.compress_(model, "0.weight:2, 1.weight:3/5", tau="auto", steps=1)
+    set_values(model)
+    with torch.no_grad():
+        for layer in model:
+            clustered, weight = layer.parametrizations.weight[0], layer.parametrizations.weight.original
+            weight.copy_(clustered.unscaled(weight))
+    return model
+
+
+SAMPLES: dict[str, Callable[[], nn.Module]] = {"layers": layers, "tied": tied, "odd": odd, "extreme": extreme}

@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Refused(Exception):
-    """The bytes are not a .dkm file of version 1."""
+    """The bytes are not a .dkm file of a known version."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ def parsed(text: str) -> Any:
         raise Refused
 
     def number(text: str) -> int | None:
-        return None if text.startswith("-") else int(text)
+        return None if text == "-0" else int(text)
 
     try:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant, parse_int=number)
@@ -97,6 +97,9 @@ def read(data: bytes) -> dict[str, Tensor]:
     need(isinstance(meta["tensors"], str) and isinstance(meta["ties"], str))
     tensors, ties = parsed(meta["tensors"]), parsed(meta["ties"])
     need(isinstance(tensors, dict) and isinstance(ties, dict))
+    allowed = [{"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}]
+    allowed += [{"shape", "dtype", "bits", "dim", "exponent"}] if meta["version"] == "2" else []
+    need(all(isinstance(entry, dict) and set(entry) in allowed for entry in tensors.values()))
     state = {name: tensor(name, entry, arrays) for name, entry in tensors.items()}
     need(not arrays)
     for alias, name in ties.items():
@@ -116,7 +119,7 @@ def opened(data: bytes) -> tuple[dict[str, Any], bytes]:
     except UnicodeDecodeError:
         raise Refused from None
     meta = header.get("__metadata__")
-    need(isinstance(meta, dict) and meta.get("format") == "dkm" and meta.get("version") == "1")
+    need(isinstance(meta, dict) and meta.get("format") == "dkm" and meta.get("version") in ("1", "2"))
     checksum = meta.get("checksum")
     need(isinstance(checksum, str) and re.fullmatch("[0-9a-f]{64}", checksum))
     quoted = f'"checksum":"{checksum}"'.encode()
@@ -166,7 +169,6 @@ def cast(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def tensor(name: str, entry: Any, arrays: dict[str, tuple[str, list[int], bytes]]) -> Tensor:
-    need(isinstance(entry, dict) and set(entry) in ({"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}))
     shape, dtype = shape_of(entry["shape"]), entry["dtype"]
     need(isinstance(dtype, str) and dtype in WIDTHS)
     if "bits" in entry:
@@ -194,6 +196,10 @@ def clustered(name: str, entry: dict[str, Any], arrays: dict[str, tuple[str, lis
     codes = [number >> (i * bits) & (2**bits - 1) for i in range(n)]
     kind, shape, data = arrays.pop(f"centroids/{name}")
     need(kind in ("F16", "BF16") and shape == [2**bits, dim])
-    centroids = values_of(kind, data).reshape(shape)
-    need(np.isfinite(cast(centroids, entry["dtype"])).all())
-    return centroids[codes].reshape(-1)[:N]
+    centroids = cast(values_of(kind, data).reshape(shape), entry["dtype"])
+    exponent = entry.get("exponent", 0)
+    need("exponent" not in entry or (type(exponent) is int and 1 <= abs(exponent) <= 120))
+    with np.errstate(all="ignore"):
+        scaled = cast(centroids.astype("float64") * 2.0**exponent, entry["dtype"])
+    need(np.isfinite(scaled).all())
+    return scaled[codes].reshape(-1)[:N]

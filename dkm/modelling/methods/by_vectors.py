@@ -16,7 +16,7 @@ class ByVectors(Clustered):
     """A method that maps vectors `(n, d)` to vectors, on any device and without kernels of its own."""
 
     def cluster(self, weight: Tensor, start: Tensor, step: Tensor) -> Clustering:
-        """The clustering of the weight from the centroids `start`, at the moment `step`.  Changes nothing."""
+        """The clustering of the scaled weight from the centroids `start`, at the moment `step`.  Changes nothing."""
         with torch.autocast(weight.device.type, enabled=False):
             V = to_vectors(weight, self.dim).to(compute_dtype(weight.dtype))
             V_tilde, C, iterations = self.cluster_vectors(V, start, step)

@@ -32,10 +32,10 @@ class DeepCompression(Clustered):
 
     def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):
         super().__init__(weight, bits, dim, **options)
-        V = to_vectors(weight.detach(), dim)
+        V = to_vectors(self.scaled(weight.detach()), dim)
         codes = assign(V, self.C)
         self.register_buffer("cluster_of", codes.to(torch.uint8 if bits <= 8 else torch.int16))
-        self.C = self.centroids(weight.detach())[1]
+        self.C = self.centroids(self.scaled(weight.detach()))[1]
         self.start, self.unit = self.C.clone(), squared_error(V, self.C)
 
     def initial_centroids(self, W: Tensor) -> Tensor:
@@ -63,4 +63,4 @@ class DeepCompression(Clustered):
     @torch.no_grad()
     def codes(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The centroids in the precision of the file, `(k, dim)`, and each vector's frozen cluster, `(n,)` int64."""
-        return self.centroids(weight)[1].to(stored_dtype(weight.dtype)), self.cluster_of.long()
+        return self.centroids(self.scaled(weight))[1].to(stored_dtype(weight.dtype)), self.cluster_of.long()

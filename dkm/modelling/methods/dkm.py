@@ -23,22 +23,23 @@ class DKMClustered(Tempered):
 
     Options: ClassVar[type[StartOptions]] = DKMOptions
     options: DKMOptions
+    loop: DKMOptions
 
     def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):
         super().__init__(weight, bits, dim, **options)
         self.sharded: Sharded | None = None  # where fully_shard has split the weight
 
     def cluster(self, weight: Tensor, start: Tensor, step: Tensor) -> Clustering:
-        """The clustering of the weight from the centroids `start`, at the moment `step`.  Changes nothing."""
-        return run(weight, start, self.temperature(step), self.options)
+        """The clustering of the scaled weight from the centroids `start`, at the moment `step`.  Changes nothing."""
+        return run(weight, start, self.temperature(step), self.loop)
 
     def soft(self, weight: Tensor) -> Tensor:
         """W~, with gradient; in one launch where there is a kernel for it."""
         followed = law(self.options.tau if self.schedule is None else self.schedule, self.steps)
-        if followed is None or not can_advance(weight, self.C, self.options.impl):
+        if followed is None or self.shift or not can_advance(weight, self.C, self.options.impl):
             return super().soft(weight)
         state = State(self.C, self.start, self.seen, self.step, self.unit, followed)
-        W_tilde, iterations = advance(weight, state, self.options)
+        W_tilde, iterations = advance(weight, state, self.loop)
         self.__dict__["iterations"] = iterations  # nn.Module's own way of setting it would take longer
         return W_tilde
 

@@ -37,6 +37,7 @@ class Gumbel(ByVectors, Tempered):
 
     Options: ClassVar[type[StartOptions]] = GumbelOptions
     options: GumbelOptions
+    loop: GumbelOptions
     key: Tensor
 
     def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):
@@ -58,7 +59,7 @@ class Gumbel(ByVectors, Tempered):
             empty = mass <= no_mass(V.dtype)
             return torch.cat(V_tilde), torch.where(empty, C, total / torch.where(empty, 1.0, mass))
 
-        C, iterations = iterate(lambda C, number: attend(C, number)[1], C, self.options)
+        C, iterations = iterate(lambda C, number: attend(C, number)[1], C, self.loop)
         return Clustering(*attend(C, iterations), iterations)
 
 

@@ -29,10 +29,11 @@ class Hard(ByVectors):
 
     Options: ClassVar[type[StartOptions]] = HardOptions
     options: HardOptions
+    loop: HardOptions
 
     def cluster_vectors(self, V: Tensor, C: Tensor, step: Tensor) -> Clustering:
         """`(n, d)` vectors and the centroids to start from -> their clustering.  Changes nothing."""
-        C, codes, iterations = k_means(V, C, self.options)
+        C, codes, iterations = k_means(V, C, self.loop)
         C = means(V, codes, C)
         return Clustering(C[codes], C, iterations)
 

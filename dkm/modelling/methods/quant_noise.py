@@ -42,6 +42,7 @@ class QuantNoise(ByVectors):
 
     Options: ClassVar[type[StartOptions]] = QuantNoiseOptions
     options: QuantNoiseOptions
+    loop: QuantNoiseOptions
     key: Tensor
 
     def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):
@@ -51,7 +52,7 @@ class QuantNoise(ByVectors):
     def cluster_vectors(self, V: Tensor, C: Tensor, step: Tensor) -> Clustering:
         """`(n, d)` vectors and the centroids to start from -> their clustering.  Changes nothing."""
         values = V.detach()
-        C, codes, iterations = k_means(values, C, self.options)
+        C, codes, iterations = k_means(values, C, self.loop)
         C = means(values, codes, C)
         noisy = uniform(mix(self.key + step), 0, len(V), V.dtype)[:, None] < self.options.p
         V_tilde = torch.where(noisy, C[assign(values, C)], values) + (V - values)  # + 0, and its gradient

@@ -11,8 +11,8 @@ from .assign import assign
 from .options import INITS
 from .vectors import compute_dtype
 
-BINS = 1024  # of the histogram for d = 1; more where there are so many centroids that 16 bins per centroid are more
-WINDOW = 48  # how many bins the bound between two clusters may move per round; more where clusters are wide
+BINS = 1024  # of the histogram for d = 1, and at least 16 per centroid
+WINDOW = 48  # how many bins the bound between two clusters may move per round, and at least 4 times a cluster's width
 SAMPLE = 1 << 16  # for d > 1 at most so many vectors are looked at; for d = 1 at most 16 times as many values
 
 

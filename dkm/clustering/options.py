@@ -10,11 +10,12 @@ from dataclasses import Field, dataclass, field, fields
 from numbers import Real
 from typing import Any, TypeVar
 
+from .backends import BACKENDS
 from .temperature import check_tau, needs_steps
 
 METRICS = ("sqeuclidean", "euclidean")
 GRADIENTS = ("unrolled", "last", "implicit")
-IMPLEMENTATIONS = ("auto", "reference", "blocked", "triton")
+IMPLEMENTATIONS = ("auto", "reference", *BACKENDS)
 INITS = ("kmeans", "random")
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -74,7 +74,9 @@ class constant(_Schedule):
 
 
 HOT = 2.0  # tau = 2m is the maximum-likelihood temperature of the paper's mixture, whose variance is tau/2
-AUTO = geometric(HOT, 0.1)  # tau="auto"
+# tau="auto".  A schedule of another class works, but is not a `Law`: on a GPU each step then takes several launches
+# instead of one, unless `law` below and `_temperature` in kernels/triton/device/forward.py learn it.
+AUTO = geometric(HOT, 0.1)
 
 _NAMED: dict[str, Callable[..., Schedule]] = {
     "geometric": geometric,
@@ -85,7 +87,10 @@ _NAMED: dict[str, Callable[..., Schedule]] = {
 
 
 class Law(NamedTuple):
-    """A temperature that a kernel can compute by itself: tau = hot * unit^relative * 2^(decay * step / steps)."""
+    """A temperature that a kernel can compute by itself: tau = hot * 2^(decay * progress), times the unit if relative.
+
+    The progress is step / steps, and 1 after the last step.
+    """
 
     hot: float
     decay: float

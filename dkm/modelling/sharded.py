@@ -4,8 +4,8 @@
 module runs.  What must be gathered is W~, not W.  FSDP2 has a place for that: `fsdp_pre_all_gather` of the local
 tensor says what is gathered in its stead.
 
-    fully_shard   puts the DTensor into the weight's `Chain`, which tells the method (`DKMClustered.shard`); from then
-                  on the local tensor is a `_Rows`
+    fully_shard   replaces the parameter in the weight's list of parametrizations (`clustered.Chain`), which notices
+                  that and calls `DKMClustered.shard`; from then on the local tensor is a `_Rows`
     forward       `_Rows.fsdp_pre_all_gather` makes this rank's rows of W~, or of the snapped weight.  FSDP2
                   gathers them in the dtype of its policy, and `Sharded.read` hands them on to the module
     backward      FSDP2 scatters the gradient of W~ to `.grad` of the DTensor, and calls the hook `Sharded.convert`,
@@ -30,7 +30,8 @@ from .clustered import Moment
 from .dtensors import is_sharded
 from .shard_layout import Layout
 
-# What FSDP2 calls on the local tensor to pad it, to pin it, to bring it to the device, and to put in its place.
+# The functions that FSDP2 calls on the local tensor to pad it, pin it or move it to the device.  Their result takes the
+# place of the local tensor, so it must be a `_Rows`, too.
 _KEPT = {"new_zeros", "narrow", "__getitem__", "to", "cpu", "pin_memory"}
 
 

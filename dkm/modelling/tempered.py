@@ -40,7 +40,8 @@ class Tempered(Clustered):
         if self.schedule is not None:
             check_schedule(self.schedule, weight.device)
         if self.tau_power == 1:
-            # near |w - c| = D a step of the squared distance is 2 D of the plain one, and D^2 is about dim * unit
+            # The squared distance is r^2 where the plain one is r, so it changes 2 r times as fast, and r^2 is about
+            # dim * unit.  A temperature for the plain distance is therefore smaller by 2 r, and one per weight by dim.
             self.unit = (self.unit / dim).sqrt() / 2
         if tau == "learn":
             hot = self.unit.new_full((1,), math.log(HOT))

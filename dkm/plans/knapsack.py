@@ -14,8 +14,8 @@ def knapsack(sizes: Sequence[Sequence[int]], costs: Sequence[Sequence[float]], b
     smaller.  Returns the index of each item's option.
 
     The result is exact as long as no more than `STATES` partial choices compete.  Items are decided one after the
-    other.  A partial choice is kept unless another one is both smaller and cheaper, or unless it cannot become
-    better than the best whole choice known: the Lagrangian relaxation says how much the items left cost at least.
+    other.  A partial choice is dropped if another one is both smaller and cheaper, or if it cannot become better than
+    the best whole choice known: the Lagrangian relaxation says how much the items left cost at least.
     """
     s, c = [np.array(each, np.int64) for each in sizes], [np.array(each, np.float64) for each in costs]
     smallest = sum(int(each.min()) for each in s)

@@ -2,8 +2,9 @@
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..foundation.text import table as text_table
 
@@ -114,18 +115,25 @@ class Plan:
 
     def table(self, columns: int, rows: Sequence[Row] | None = None) -> str:
         """All rows, or these, as text of at most so many columns."""
-        head = ("tensor", "shape", "params", "b/d", "k", "bytes", "why")
-        lines = [head, *map(_cells, self.rows if rows is None else rows)]
-        return text_table(lines, "<<>>>><", columns, shrink_last=True)
+        shown = self.rows if rows is None else rows
+        lines = [[column.title for column in COLUMNS], *([column.cell(row) for column in COLUMNS] for row in shown)]
+        return text_table(lines, "".join(column.align for column in COLUMNS), columns, shrink_last=True)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        row.name,
-        "x".join(map(str, row.shape)) or "()",
-        f"{row.parameters:,}",
-        row.label,
-        "" if row.bits is None else str(2**row.bits),
-        f"{row.stored_bytes:,}",
-        row.why + (f", also {', '.join(row.aliases)}" if row.aliases else ""),
-    )
+class Column(NamedTuple):
+    """A column of the plan's table."""
+
+    title: str
+    align: str  # "<" or ">"
+    cell: Callable[[Row], str]
+
+
+COLUMNS = (
+    Column("tensor", "<", lambda row: row.name),
+    Column("shape", "<", lambda row: "x".join(map(str, row.shape)) or "()"),
+    Column("params", ">", lambda row: f"{row.parameters:,}"),
+    Column("b/d", ">", lambda row: row.label),
+    Column("k", ">", lambda row: "" if row.bits is None else str(2**row.bits)),
+    Column("bytes", ">", lambda row: f"{row.stored_bytes:,}"),
+    Column("why", "<", lambda row: row.why + (f", also {', '.join(row.aliases)}" if row.aliases else "")),
+)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dkm.clustering import kernels
-from dkm.clustering.kernels import Registration, blocked, choose
+from dkm.clustering.backends import Registration
+from dkm.clustering.kernels import blocked, choose
 
 numbers = itertools.count()  # what is found under a name is remembered: every test has names of its own
 

@@ -413,7 +413,7 @@ def test_paths_that_no_file_can_have(path):
 
 @pytest.mark.parametrize("exponent", [0, 121, -121, 1.0, True, "3", None, [1]])
 def test_an_exponent_that_is_none_is_refused(exponent):
-    with pytest.raises(dkm.FileError, match="exponent of .* is not an integer from -120 to 120 without 0"):
+    with pytest.raises(dkm.FileError, match=r"exponent of .* is not an integer from -120 to 120 without 0"):
         decode(with_exponent(exponent, "2"))
 
 

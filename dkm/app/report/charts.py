@@ -1,4 +1,4 @@
-"""Curves over the training, as SVG.  The colours are those of the page's style sheet."""
+"""Curves over the training, as SVG.  Colours and line widths are in `templates/style.css`."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ Points = list[Point]
 
 @dataclass(frozen=True)
 class Line:
-    """A curve.  `look` is its class in the style sheet."""
+    """A curve.  `look` is its class in `templates/style.css`: "a" to "e" are colours, "thin" and "dashed" strokes."""
 
     label: str
     look: str

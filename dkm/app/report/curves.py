@@ -1,4 +1,7 @@
-"""The charts of the page: the training, and the clustering (the paper's figures 8 and 9)."""
+"""Which curves the page has: of the training, and of the clustering (the paper's figures 8 and 9).
+
+Histograms of the weights are in `ridges.py`, and bars of the sizes in `sizes.py`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

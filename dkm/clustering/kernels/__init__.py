@@ -12,26 +12,12 @@
 import functools
 import importlib
 import importlib.util
-from typing import NamedTuple, cast
+from typing import cast
 
 from torch import Tensor
 
+from ..backends import BACKENDS
 from .backend import Backend
-
-
-class Registration(NamedTuple):
-    """Where a backend is, and when it is worth importing."""
-
-    module: str
-    device: str | None = None  # the type of device that it is for; None: any
-    package: str | None = None  # what it needs to be installed
-
-
-# in the order in which impl="auto" tries them
-BACKENDS = {
-    "triton": Registration("dkm.clustering.kernels.triton", device="cuda", package="triton"),
-    "blocked": Registration("dkm.clustering.kernels.blocked"),
-}
 
 
 def choose(impl: str, W: Tensor, d: int) -> Backend:

@@ -52,7 +52,7 @@ class State(NamedTuple):
 
 
 class Backend(Protocol):
-    """The functions of a backend module.  Register it in `kernels/__init__.py`."""
+    """The functions of a backend module.  Register it in `clustering/backends.py`."""
 
     def fits(self, W: Tensor, d: int) -> bool:
         """Whether `impl="auto"` may choose this backend for this weight."""

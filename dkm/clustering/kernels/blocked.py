@@ -10,8 +10,8 @@ The attention of one block of vectors exists at a time, in both passes.  Within 
 The attention A = numerators / denominator is never formed.  The division is done in the thin matrices that A is
 multiplied with; `share` is 1 / denominator.
 
-The backward pass walks the iterations from the last to the first.  Each of them is one of two functions of A, and for
-both the gradient of A has low rank.  It is a product of two thin matrices, `dA = left @ right`:
+The backward pass walks the iterations from the last to the first.  The last one makes W_tilde from A, the others make
+new centroids from A.  In both cases the gradient of A is a product of two thin matrices, `dA = left @ right`:
 
     W_tilde = A C           dA = C g                            and  dC += A g^T
     C' = (A^T W) / mass     dA = H w - H . C',  H = dC' / mass  and  dW += H^T A

@@ -222,7 +222,7 @@ def test_the_gradient_of_the_weight_alone(k, d, dtype, eps, gradient):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has all the room")
 def test_a_device_with_less_room(monkeypatch):
-    monkeypatch.setattr(tiles, "has_room", lambda _: False)
+    monkeypatch.setattr(tiles, "is_hopper", lambda _: False)
     for user in (forward_pass, backward_pass):
         monkeypatch.setattr(user, "choose_tiles", make_tiles)
     W, C, G = problem(17_001, 8, 200)

@@ -1,20 +1,31 @@
-"""The loop on an NVIDIA GPU: attention never leaves the chip, the host never waits, and a pass is one launch.
+"""The loop on an NVIDIA GPU: attention never leaves the chip, and the host never waits.
 
-    forward_pass.py    the forward pass on the host: memory, arguments, launches
-    backward_pass.py   the backward pass on the host
+Usually a pass is one launch.  It is several for sharded weights, for gradient="last" and "implicit", for tables of
+values, and in Triton's interpreter.
+
+On the host:
+
+    forward_pass.py    the forward pass: memory, arguments, launches
+    backward_pass.py   the backward pass
     value_table.py     d = 1 in 16 bit: the loop on a table of all values
     tiles.py           which way a weight is computed, tile sizes, the number of programs
     support.py         what the kernels need: which GPU, which Triton, which weights
     launch.py          launches that take little time
-    device/            everything that Triton compiles
 
-All arithmetic is float32, whatever the dtype of the weight.
+Compiled by Triton, in `device/`: `forward.py` and `backward.py` hold the two kernels and their iterations, `steps.py`
+what both share.  They call one of three ways to compute attention, which have a file each.  `tiles.choose_tiles` chooses:
 
-There are three ways to compute attention, which `tiles.py` chooses from:
+    differences.py   distances as differences.  For d = 1; for d > 1 if there are few centroids, if the distance is the
+                     plain one, or if d > 32
+    windows.py       differences with near centroids only.  For d = 1 with at least 2^22 float32 weights and more than
+                     32 centroids (`order.py` sorts the weights and finds the windows)
+    products.py      matrix products on the tensor cores.  For all other d > 1 (`product_tables.py` writes its tables)
 
-    differences   distances as differences: d = 1, few centroids, or the plain distance
-    products      matrix products on the tensor cores: everything else
-    windows       differences with near centroids only: d = 1, many float32 weights and many centroids
+For d = 1 in 16 bit with at least 2^20 weights (2^23 for up to 8 centroids), `value_table.py` counts equal weights, runs
+the loop by `differences` on the table of values, and looks the results up (`device/value_kernels.py`).
+
+Results are float32, whatever the dtype of the weight.  Inside, `products` multiplies triples of bfloat16 that add up to
+a float32, and `value_kernels` adds gradients as 64-bit integers.
 
 Glossary
 --------
@@ -38,9 +49,20 @@ Sizes:
     PARTIAL_ROWS   rows of `partial` (run time)
     GROUP_K        centroids that a program takes at once where it works on centroids only, without vectors
     FOLD_ROWS      rows of `partial` that are read at once
-    SORT_TILE      weights that are put in order together; 0 if this is not done, that is, unless by `windows`
+    WINDOWS_TILE   weights that `windows` puts in order together; 0 if the way is another one
     PART           weights that have a window of their own: 32, those of a warp
-    program        number of this program, and `programs`, how many there are
+    program        the number of this program; `programs` is how many there are (run time)
+
+Compile-time flags:
+
+    PRODUCTS       the way is `products`; otherwise it is `windows` if WINDOWS_TILE > 0, else `differences`
+    EUCLIDEAN      the plain distance instead of the squared one
+    COUNTS         every weight counts `counts` times: the weights are a table of values
+    PHASE          which part of a pass this launch does; see `device/steps.py`
+    UPDATE         the gradient goes through C' = (A^T W) / mass; otherwise through W_tilde = A C
+    SUM_DC         add up what the centroids receive
+    ADD_TO_DW      add up dW on the way, instead of in a last walk through all iterations
+    WANT_DC        the gradient of the first centroids is asked for
 
 Offsets are called `offs`, with the axis they run along: `offs_n` (vectors), `offs_k` (centroids), `offs_d`
 (coordinates).  Addresses are called `ptrs`.
@@ -121,6 +143,9 @@ def backward(
     _, k, columns = trace.trail.shape
     if not by_value_table(W, k, columns - 1):
         return BackwardPass(G, W, tau, trace, options, reduce=reduce, centroids=centroids).run()
+    # The gradient of a weight w is g * slope(w) + offset(w).  The offsets come through the updates of the centroids, to
+    # which equal weights contribute with the sum of their gradients; the slopes are the derivative of W_tilde for fixed
+    # centroids.  Both are functions of the value alone, so they are computed on the table.
     found = population(W, G)
     assert found.gradients is not None
     through_updates = BackwardPass(

@@ -44,8 +44,9 @@ class BackwardPass:
         self.dC_wanted, self.output = centroids, output
         problem = describe(W, self.k, self.d, options.metric, counts=counts is not None, backward=True)
         self.tiles, windows = choose_tiles(problem), problem.windows
-        # Adding up dW on the way is not possible for a table of values, whose dW is not a sum over the output and the
-        # updates; for the fixed point, whose updates come later; and for windows, which keep the order in dW meanwhile.
+        # dW can be added up on the way, instead of in a last walk, but not in three cases: for a table of values only
+        # the part through the updates is wanted; for the fixed point the updates come after the solution of a linear
+        # system; and windows keep the order of the weights in dW until the end.
         exact = W.dtype == torch.float32
         self.add_to_dW = self.gradient == "unrolled" and counts is None and exact and not windows
         # one level per iteration; windows have one more, for the output

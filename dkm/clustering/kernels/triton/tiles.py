@@ -25,13 +25,15 @@ SHARED_ROWS = 8
 def by_value_table(W: Tensor, k: int, d: int) -> bool:
     """Whether it pays to run the loop on a table of all values.
 
-    Of processes that share a weight, some may do so and others not: both ways reduce the same sums equally often.
+    Processes that hold shards of one weight may decide differently.  That is safe: with and without a table, they call
+    the all-reduce equally often, with sums of the same shape.
     """
     return d == 1 and W.element_size() == 2 and W.numel() >= (VALUE_TABLE if k > FEW_CENTROIDS else VALUE_TABLE_FOR_FEW)
 
 
 def by_windows(W: Tensor, k: int, d: int, metric: str) -> bool:
-    """Whether it pays to look at near centroids only.  Processes that share a weight may differ in this, too."""
+    """Whether it pays to look at near centroids only.  Processes that hold shards of one weight may differ in this,
+    too."""
     enough = k > 2 * WINDOW_SIZE and WINDOWS <= W.numel() < 1 << 30  # below 2^31, as indices go past the last weight
     return enough and d == 1 and W.dtype == torch.float32 and metric == "sqeuclidean"
 
@@ -87,7 +89,7 @@ def describe(W: Tensor, k: int, d: int, metric: str, *, counts: bool, backward: 
         counts=counts,
         windows=not counts and by_windows(W, k, d, metric),
         backward=backward,
-        # The forward pass always is.  As everywhere in PyTorch, who needs the same bits every time uses this setting.
+        # The forward pass is always deterministic.  For the backward pass PyTorch's own setting decides.
         deterministic=not backward or torch.are_deterministic_algorithms_enabled(),
         device=W.device,
     )
@@ -111,10 +113,10 @@ def choose_tiles(problem: Problem) -> Tiles:
     row_width = triton.next_power_of_2(d + 1)
     if products:
         row_width = max(d_segment, row_width)
-    sort_tile = (256 if INTERPRETED else 8192) if problem.windows else 0
+    windows_tile = (256 if INTERPRETED else 8192) if problem.windows else 0
     k_tiles = -(-k // way.BLOCK_K)
     k_padded = (k_tiles + problem.windows) * way.BLOCK_K  # a window may begin at any centroid, also near the last
-    tiles = max(1, -(-n // max(sort_tile, way.BLOCK_N)))
+    tiles = max(1, -(-n // max(windows_tile, way.BLOCK_N)))
     programs = _programs(problem, way, tiles, k_padded if products and k_tiles > 1 else 0)
     group_k, fold_rows = _fold(products, programs, k_padded, row_width)
     constants = dict(
@@ -128,7 +130,7 @@ def choose_tiles(problem: Problem) -> Tiles:
         BLOCK_K=way.BLOCK_K,
         BLOCK_N=way.BLOCK_N,
         K_TILES=k_tiles,
-        SORT_TILE=sort_tile,
+        WINDOWS_TILE=windows_tile,
         GROUP_K=group_k,
         FOLD_ROWS=fold_rows,
         num_warps=4,
@@ -149,15 +151,15 @@ def allocate(tiles: Tiles, device: torch.device, levels: int) -> Scratch:
     """The memory for a pass.  `levels` is how many iterations have a logit table, or windows, at the same time."""
     constants = tiles.constants
     partial = torch.empty(tiles.partial_rows, tiles.k_padded, constants["D"] + 1, device=device)
-    if sort_tile := constants["SORT_TILE"]:
-        per_program = sort_tile // 2 + sort_tile // PART.value * levels
+    if windows_tile := constants["WINDOWS_TILE"]:
+        per_program = windows_tile // 2 + windows_tile // PART.value * levels
         return Scratch(partial, torch.empty(tiles.programs * per_program, device=device))
     # without tables one row remains: a kernel wants a pointer even where it does not use it
     rows = levels * tiles.k_padded if constants["PRODUCTS"] else 1
     return Scratch(partial, torch.empty(rows, 8 * constants["D_SEGMENT"], dtype=torch.bfloat16, device=device))
 
 
-def has_room(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
     """Whether this is a Hopper GPU, for whose shared memory the numbers of `_products` are."""
     return INTERPRETED or torch.cuda.get_device_properties(device).major == 9
 
@@ -169,7 +171,7 @@ def _padded(k: int) -> int:
 def _products(problem: Problem, d_segment: int) -> _Way:
     """`device/products.py`.  The tensor cores take at least 64 rows at once.  The more programs run on a processor, the
     better they hide one another's waiting."""
-    if not has_room(problem.device):
+    if not is_hopper(problem.device):
         return _Way(64, 64, per_processor=1, registers=None)
     stages = 3 if d_segment == 8 and not problem.backward else 2  # as many as there is room for
     if d_segment == 8 or (d_segment == 16 and not problem.backward):
@@ -198,11 +200,11 @@ def _differences(problem: Problem, d_padded: int) -> _Way:
 def _programs(problem: Problem, way: _Way, tiles: int, k_shared: int) -> int:
     """How many programs share `tiles` tiles of vectors and, if there are few of these, `k_shared` centroids."""
     if INTERPRETED:
-        processors = 3
-    else:
-        processors = way.per_processor * torch.cuda.get_device_properties(problem.device).multi_processor_count
-    working = -(-tiles // -(-tiles // processors))  # so that all take equally many tiles, or one less
-    return max(working, min(k_shared // 4, processors))
+        resident = 3
+    else:  # as many as are on the chip at the same time
+        resident = way.per_processor * torch.cuda.get_device_properties(problem.device).multi_processor_count
+    working = -(-tiles // -(-tiles // resident))  # so that all take equally many tiles, or one less
+    return max(working, min(k_shared // 4, resident))
 
 
 def _fold(products: bool, programs: int, k_padded: int, row_width: int) -> tuple[int, int]:

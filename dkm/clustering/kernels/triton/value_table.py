@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .device.value_table import (
+from .device.value_kernels import (
     COPIED,
     TABLE_SIZE,
     add_up_kernel,

@@ -95,15 +95,15 @@ def _gradient_sums(
     G, W, counts, trail, workspace, H_slots, scale, slope, partial, dW, N, n, K, K_PADDED, PARTIAL_ROWS, t, slot,
     program, programs, UPDATE: tl.constexpr, ADD_TO_DW: tl.constexpr, SUM_DC: tl.constexpr, PRODUCTS: tl.constexpr,
     EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, D_SEGMENT: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr, SORT_TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr, WINDOWS_TILE: tl.constexpr,
 ):  # fmt: skip
     """What the centroids of row t receive from the vectors, in the way that suits the sizes."""
-    if SORT_TILE:
+    if WINDOWS_TILE:
         C = trail + t * K * 2
         windows.gradient_sums(
             G=G, W=W, dW=dW, C=C, C_next=C + K * 2, H=H_slots + slot * K * 2, scale=scale, slope=slope,
             partial=partial, workspace=workspace, N=N, K=K, K_PADDED=K_PADDED, program=program, programs=programs,
-            UPDATE=UPDATE, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, SORT_TILE=SORT_TILE,
+            UPDATE=UPDATE, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, WINDOWS_TILE=WINDOWS_TILE,
         )  # fmt: skip
     elif PRODUCTS:
         products.gradient_sums(
@@ -137,7 +137,7 @@ def _contributions(
     G, W, counts, trail, workspace, H_slots, scale, slope, partial, dW, N, n, K, K_PADDED, PARTIAL_ROWS, t, slot,
     program, programs, UPDATE: tl.constexpr, ADD_TO_DW: tl.constexpr, WANT_DC: tl.constexpr, PRODUCTS: tl.constexpr,
     EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, D_SEGMENT: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr, SORT_TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr, WINDOWS_TILE: tl.constexpr,
 ):  # fmt: skip
     """`_gradient_sums`, without the sums for the centroids where these are not needed."""
     if _wanted(t, WANT_DC):
@@ -146,7 +146,7 @@ def _contributions(
             partial=partial, dW=dW, N=N, n=n, K=K, K_PADDED=K_PADDED, PARTIAL_ROWS=PARTIAL_ROWS, t=t, slot=slot,
             program=program, programs=programs, UPDATE=UPDATE, ADD_TO_DW=ADD_TO_DW, SUM_DC=True, PRODUCTS=PRODUCTS,
             EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
-            BLOCK_N=BLOCK_N, K_TILES=K_TILES, SORT_TILE=SORT_TILE,
+            BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE,
         )  # fmt: skip
     elif ADD_TO_DW:
         _gradient_sums(
@@ -154,7 +154,7 @@ def _contributions(
             partial=partial, dW=dW, N=N, n=n, K=K, K_PADDED=K_PADDED, PARTIAL_ROWS=PARTIAL_ROWS, t=t, slot=slot,
             program=program, programs=programs, UPDATE=UPDATE, ADD_TO_DW=ADD_TO_DW, SUM_DC=False, PRODUCTS=PRODUCTS,
             EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
-            BLOCK_N=BLOCK_N, K_TILES=K_TILES, SORT_TILE=SORT_TILE,
+            BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE,
         )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def backward_kernel(
     OUTPUT: tl.constexpr, UPDATES: tl.constexpr, ADD_TO_DW: tl.constexpr, WANT_DC: tl.constexpr,
     PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     D_SEGMENT: tl.constexpr, ROW_WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
-    K_TILES: tl.constexpr, GROUP_K: tl.constexpr, FOLD_ROWS: tl.constexpr, SORT_TILE: tl.constexpr,
+    K_TILES: tl.constexpr, GROUP_K: tl.constexpr, FOLD_ROWS: tl.constexpr, WINDOWS_TILE: tl.constexpr,
 ):  # fmt: skip
     """From the last iteration to the first, the gradient of the centroids; then dW, through all iterations at once.
 
@@ -210,7 +210,7 @@ def backward_kernel(
             partial=partial, dW=dW, N=N, n=n, K=K, K_PADDED=K_PADDED, PARTIAL_ROWS=PARTIAL_ROWS, t=used - 1, slot=0,
             program=program, programs=programs, UPDATE=False, ADD_TO_DW=ADD_TO_DW, WANT_DC=WANT_DC,
             PRODUCTS=PRODUCTS, EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT,
-            BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES, SORT_TILE=SORT_TILE,
+            BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE,
         )  # fmt: skip
         if _wanted(used - 1, WANT_DC):
             barrier(counter, programs)
@@ -229,7 +229,7 @@ def backward_kernel(
                 partial=partial, dW=dW, N=N, n=n, K=K, K_PADDED=K_PADDED, PARTIAL_ROWS=PARTIAL_ROWS, t=i,
                 slot=0 if ADD_TO_DW else i + 1, program=program, programs=programs, UPDATE=True, ADD_TO_DW=ADD_TO_DW,
                 WANT_DC=WANT_DC, PRODUCTS=PRODUCTS, EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED,
-                D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES, SORT_TILE=SORT_TILE,
+                D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE,
             )  # fmt: skip
             if _wanted(i, WANT_DC):
                 barrier(counter, programs)
@@ -259,7 +259,7 @@ def backward_kernel(
             partial=partial, dW=dW, N=N, n=n, K=K, K_PADDED=K_PADDED, PARTIAL_ROWS=PARTIAL_ROWS, t=t, slot=slot,
             program=program, programs=programs, UPDATE=not OUTPUT, ADD_TO_DW=ADD_TO_DW, WANT_DC=WANT_DC,
             PRODUCTS=PRODUCTS, EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT,
-            BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES, SORT_TILE=SORT_TILE,
+            BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE,
         )  # fmt: skip
     if PHASE == FOLD:
         fold_into_first_row(
@@ -285,11 +285,11 @@ def backward_kernel(
                 first_update = used - 1
                 end_update = used
                 slot_shift = max_iter - first_update
-        if SORT_TILE:
+        if WINDOWS_TILE:
             windows.gradient(
                 G=G, W=W, trail=trail, H_slots=H_slots, scale=scale, slope=slope, dW=dW, workspace=workspace, N=N, K=K,
                 output_row=used - 1, first_update=first_update, end_update=end_update, slot_shift=slot_shift,
-                program=program, programs=programs, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, SORT_TILE=SORT_TILE,
+                program=program, programs=programs, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, WINDOWS_TILE=WINDOWS_TILE,
             )  # fmt: skip
         elif PRODUCTS:
             products.gradient(

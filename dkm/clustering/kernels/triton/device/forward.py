@@ -127,14 +127,14 @@ def _sums(
     W, counts, trail, workspace, scale, partial, W_tilde, N, n, K, K_PADDED, t, program, programs,
     PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     D_SEGMENT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr,
-    SORT_TILE: tl.constexpr, FIRST: tl.constexpr,
+    WINDOWS_TILE: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """The sums of iteration t, in the way that suits the sizes; FIRST says that t is 0."""
-    if SORT_TILE:
+    if WINDOWS_TILE:
         windows.sums(
             W=W, W_tilde=W_tilde, C=trail + t * K * 2, scale=scale, partial=partial, workspace=workspace, N=N, K=K,
             K_PADDED=K_PADDED, program=program, programs=programs, FIRST=FIRST, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N,
-            SORT_TILE=SORT_TILE,
+            WINDOWS_TILE=WINDOWS_TILE,
         )  # fmt: skip
     elif PRODUCTS:
         products.sums(
@@ -155,7 +155,7 @@ def _iteration(
     W, counts, trail, workspace, scale, partial, W_tilde, N, n, K, K_PADDED, t, program, programs,
     PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     D_SEGMENT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr,
-    SORT_TILE: tl.constexpr,
+    WINDOWS_TILE: tl.constexpr,
 ):  # fmt: skip
     """The sums of iteration t.  The first iteration also writes W_tilde, or the order that `windows` keeps there."""
     if t == 0:
@@ -163,14 +163,14 @@ def _iteration(
             W=W, counts=counts, trail=trail, workspace=workspace, scale=scale, partial=partial, W_tilde=W_tilde, N=N,
             n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs, PRODUCTS=PRODUCTS,
             EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
-            BLOCK_N=BLOCK_N, K_TILES=K_TILES, SORT_TILE=SORT_TILE, FIRST=True,
+            BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE, FIRST=True,
         )  # fmt: skip
     else:
         _sums(
             W=W, counts=counts, trail=trail, workspace=workspace, scale=scale, partial=partial, W_tilde=W_tilde, N=N,
             n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs, PRODUCTS=PRODUCTS,
             EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
-            BLOCK_N=BLOCK_N, K_TILES=K_TILES, SORT_TILE=SORT_TILE, FIRST=False,
+            BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE, FIRST=False,
         )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def forward_kernel(
     STATEFUL: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
     D_PADDED: tl.constexpr, D_SEGMENT: tl.constexpr, ROW_WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr, K_TILES: tl.constexpr, GROUP_K: tl.constexpr, FOLD_ROWS: tl.constexpr,
-    SORT_TILE: tl.constexpr,
+    WINDOWS_TILE: tl.constexpr,
 ):  # fmt: skip
     """Up to max_iter iterations, then W_tilde = A C with the A and the C that belong together.
 
@@ -260,7 +260,7 @@ def forward_kernel(
                 W=W, counts=counts, trail=trail, workspace=workspace, scale=scale, partial=partial, W_tilde=W_tilde,
                 N=N, n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs, PRODUCTS=PRODUCTS,
                 EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
-                BLOCK_N=BLOCK_N, K_TILES=K_TILES, SORT_TILE=SORT_TILE,
+                BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE,
             )  # fmt: skip
             barrier(counter, programs)
             _move(
@@ -289,7 +289,7 @@ def forward_kernel(
             W=W, counts=counts, trail=trail, workspace=workspace, scale=scale, partial=partial, W_tilde=W_tilde,
             N=N, n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs, PRODUCTS=PRODUCTS,
             EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
-            BLOCK_N=BLOCK_N, K_TILES=K_TILES, SORT_TILE=SORT_TILE,
+            BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE,
         )  # fmt: skip
     if PHASE == FOLD:
         fold_into_first_row(
@@ -320,10 +320,10 @@ def forward_kernel(
                 if STATEFUL:
                     ptrs = C + offs_k[:, None] * D + column[None, :]
                     tl.store(ptrs, reached, mask=(offs_k < K)[:, None] & (column < D)[None, :])
-        if SORT_TILE:
+        if WINDOWS_TILE:
             windows.averages(
                 W=W, C=trail + (t - 1) * row, scale=scale, W_tilde=W_tilde, workspace=workspace, N=N, K=K,
-                program=program, programs=programs, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, SORT_TILE=SORT_TILE,
+                program=program, programs=programs, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, WINDOWS_TILE=WINDOWS_TILE,
             )  # fmt: skip
         elif t > 1:
             if PRODUCTS:

@@ -1,17 +1,18 @@
 """d = 1 in float32 with many centroids: for each weight, only the centroids near to it.
 
-In float32 the attention of a weight to a centroid some way off is exactly zero.  The weights of a tile (SORT_TILE of
+In float32 the attention of a weight to a centroid some way off is exactly zero.  The weights of a tile (WINDOWS_TILE of
 them) are put in order, so that neighbours attend to the same few centroids, their window.  Each tile has an order of
-its own.  The distributions of the tiles are alike, and so is what a part of them (the 32 smallest weights, the next 32,
-and so on) needs: a program finds one window per part, which serves all its tiles.
+its own.  A part is 32 neighbours in this order: the 32 smallest weights of a tile, the next 32, and so on.  Tiles of
+one weight usually have similar distributions, so that equally numbered parts of all tiles need about the same
+centroids: a program finds one window per number, wide enough for that part of all its tiles.
 
-A part is the weights of a warp, one per thread.  BLOCK_N weights are BLOCK_N / PART parts, each with its own window of
+A warp computes a part, one weight per thread.  BLOCK_N weights are BLOCK_N / PART parts, each with its own window of
 BLOCK_K centroids, and of the `(BLOCK_K, BLOCK_N)` attention a thread has one column.  Where BLOCK_K centroids do not
 suffice for some part, because the temperature is high or the weights are few, all BLOCK_N weights share one window of
 several tiles of centroids, and are computed with the functions of `differences`.
 
-The order of a tile is kept in the memory that will take the result, W_tilde or dW.  While a tile gets its result, its
-order is in the program's part of the workspace.
+The order of a tile is kept in the memory that will take the result, W_tilde or dW.  Before a tile's result is written
+there, its order is copied to the program's share of the workspace.
 
 A window covers all centroids that matter, whatever the order of the centroids.  It is small if they are in order, too.
 
@@ -65,17 +66,17 @@ def _attention(difference, scale):
 @triton.jit
 def _prepare(
     W, order, C, scale, partial, windows, N, K, K_PADDED, program, programs, FIRST: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, SORT_TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWS_TILE: tl.constexpr,
 ):  # fmt: skip
     """What a walk over this program's weights needs: zeros in `partial`, the windows and, if FIRST, the order."""
     for first in range(0, 2 * K_PADDED, BLOCK_K):
         tl.store(partial + first + tl.arange(0, BLOCK_K), tl.zeros((BLOCK_K,), tl.float32))
     tl.debug_barrier()
     if FIRST:
-        put_in_order(W, order, N, program, programs, SORT_TILE)
+        put_in_order(W, order, N, program, programs, WINDOWS_TILE)
     find_windows(
         order=order, C=C, scale=scale, windows=windows, N=N, K=K, program=program, programs=programs, BLOCK_K=BLOCK_K,
-        BLOCK_N=BLOCK_N, SORT_TILE=SORT_TILE,
+        BLOCK_N=BLOCK_N, WINDOWS_TILE=WINDOWS_TILE,
     )  # fmt: skip
 
 
@@ -107,30 +108,30 @@ def _gather(X, offs, N):
 @triton.jit
 def sums(
     W, W_tilde, C, scale, partial, workspace, N, K, K_PADDED, program, programs, FIRST: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, SORT_TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWS_TILE: tl.constexpr,
 ):  # fmt: skip
     """A^T [W, 1] of this program's weights; if FIRST, they are put in order before."""
     partial += program * K_PADDED * 2
     order = W_tilde.to(tl.pointer_type(tl.int32), bitcast=True)
-    windows = windows_of(workspace, 0, program, programs, SORT_TILE)
-    begin = program * SORT_TILE
-    step = programs * SORT_TILE
+    windows = windows_of(workspace, 0, program, programs, WINDOWS_TILE)
+    begin = program * WINDOWS_TILE
+    step = programs * WINDOWS_TILE
     _prepare(
         W=W, order=order, C=C, scale=scale, partial=partial, windows=windows, N=N, K=K, K_PADDED=K_PADDED,
-        program=program, programs=programs, FIRST=FIRST, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, SORT_TILE=SORT_TILE,
+        program=program, programs=programs, FIRST=FIRST, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, WINDOWS_TILE=WINDOWS_TILE,
     )  # fmt: skip
-    for part in range(0, tl.minimum(SORT_TILE, N - begin), BLOCK_N):
+    for part in range(0, tl.minimum(WINDOWS_TILE, N - begin), BLOCK_N):
         low, first, tiles = load_window(windows, part, BLOCK_N)
         if tiles == 1:
             c = _load_near(C, low, BLOCK_K)
             acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
             mass = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
             # the order is read two tiles ahead, and weights one tile ahead
-            offs = load_order(order, begin, part, N, BLOCK_N, SORT_TILE)
-            next_offs = load_order(order, begin + step, part, N, BLOCK_N, SORT_TILE)
+            offs = load_order(order, begin, part, N, BLOCK_N, WINDOWS_TILE)
+            next_offs = load_order(order, begin + step, part, N, BLOCK_N, WINDOWS_TILE)
             w = _gather(W, offs, N)
             for start in range(begin, N, step):
-                ahead = load_order(order, start + 2 * step, part, N, BLOCK_N, SORT_TILE)
+                ahead = load_order(order, start + 2 * step, part, N, BLOCK_N, WINDOWS_TILE)
                 next_w = _gather(W, next_offs, N)
                 numerators, denominator = _attention(w[None, :] - c, scale)
                 share = tl.where(offs < N, 1.0 / denominator, 0.0)
@@ -142,7 +143,7 @@ def sums(
             near_C = C + 2 * first
             c0 = load_centroids(near_C, tl.arange(0, BLOCK_K), K - first, 2, FAR, 1, 1)
             for start in range(begin, N, step):
-                offs = load_order(order, start, part, N, BLOCK_N, SORT_TILE)
+                offs = load_order(order, start, part, N, BLOCK_N, WINDOWS_TILE)
                 w = _gather(W, offs, N)[None, :]
                 nearest, denominator = statistics(
                     w=w, c0=c0, C=near_C, K=K - first, scale=scale, D=1, D_PADDED=1, BLOCK_K=BLOCK_K, K_TILES=tiles,
@@ -161,23 +162,23 @@ def sums(
 @triton.jit
 def averages(
     W, C, scale, W_tilde, workspace, N, K, program, programs, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
-    SORT_TILE: tl.constexpr,
+    WINDOWS_TILE: tl.constexpr,
 ):  # fmt: skip
     """W_tilde = A C."""
     order = W_tilde.to(tl.pointer_type(tl.int32), bitcast=True)
-    places = places_of(workspace, program, SORT_TILE)
-    windows = windows_of(workspace, 0, program, programs, SORT_TILE)
+    places = places_of(workspace, program, WINDOWS_TILE)
+    windows = windows_of(workspace, 0, program, programs, WINDOWS_TILE)
     find_windows(
         order=order, C=C, scale=scale, windows=windows, N=N, K=K, program=program, programs=programs, BLOCK_K=BLOCK_K,
-        BLOCK_N=BLOCK_N, SORT_TILE=SORT_TILE,
+        BLOCK_N=BLOCK_N, WINDOWS_TILE=WINDOWS_TILE,
     )  # fmt: skip
-    for start in range(program * SORT_TILE, N, programs * SORT_TILE):
-        move_order_to_workspace(order, places, start, N, SORT_TILE)
-        offs = load_order_from_workspace(places, start, 0, N, BLOCK_N, SORT_TILE)
-        next_offs = load_order_from_workspace(places, start, BLOCK_N, N, BLOCK_N, SORT_TILE)
+    for start in range(program * WINDOWS_TILE, N, programs * WINDOWS_TILE):
+        move_order_to_workspace(order, places, start, N, WINDOWS_TILE)
+        offs = load_order_from_workspace(places, start, 0, N, BLOCK_N, WINDOWS_TILE)
+        next_offs = load_order_from_workspace(places, start, BLOCK_N, N, BLOCK_N, WINDOWS_TILE)
         w = _gather(W, offs, N)
-        for part in range(0, tl.minimum(N - start, SORT_TILE), BLOCK_N):
-            ahead = load_order_from_workspace(places, start, part + 2 * BLOCK_N, N, BLOCK_N, SORT_TILE)
+        for part in range(0, tl.minimum(N - start, WINDOWS_TILE), BLOCK_N):
+            ahead = load_order_from_workspace(places, start, part + 2 * BLOCK_N, N, BLOCK_N, WINDOWS_TILE)
             next_w = _gather(W, next_offs, N)
             low, first, tiles = load_window(windows, part, BLOCK_N)
             if tiles == 1:
@@ -227,7 +228,7 @@ def _through_attention(w, g, c, h, c_next, scale, UPDATE: tl.constexpr):
 @triton.jit
 def gradient_sums(
     G, W, dW, C, C_next, H, scale, slope, partial, workspace, N, K, K_PADDED, program, programs, UPDATE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, SORT_TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWS_TILE: tl.constexpr,
 ):  # fmt: skip
     """What the centroids receive from this program's weights, to `partial`, whose last column is zero.  It is the sum
     of dlogits (w - c) over the weights and, through the output, of A g.
@@ -236,24 +237,25 @@ def gradient_sums(
     """
     partial += program * K_PADDED * 2
     order = dW.to(tl.pointer_type(tl.int32), bitcast=True)
-    windows = windows_of(workspace, 0, program, programs, SORT_TILE)
-    begin = program * SORT_TILE
-    step = programs * SORT_TILE
+    windows = windows_of(workspace, 0, program, programs, WINDOWS_TILE)
+    begin = program * WINDOWS_TILE
+    step = programs * WINDOWS_TILE
     _prepare(
         W=W, order=order, C=C, scale=scale, partial=partial, windows=windows, N=N, K=K, K_PADDED=K_PADDED,
-        program=program, programs=programs, FIRST=not UPDATE, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, SORT_TILE=SORT_TILE,
+        program=program, programs=programs, FIRST=not UPDATE, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N,
+        WINDOWS_TILE=WINDOWS_TILE,
     )  # fmt: skip
-    for part in range(0, tl.minimum(SORT_TILE, N - begin), BLOCK_N):
+    for part in range(0, tl.minimum(WINDOWS_TILE, N - begin), BLOCK_N):
         low, first, tiles = load_window(windows, part, BLOCK_N)
         if tiles == 1:
             c, h, c_next = _load_near_gradient_tiles(C, C_next, H, low, UPDATE, BLOCK_K)
             acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
-            offs = load_order(order, begin, part, N, BLOCK_N, SORT_TILE)
-            next_offs = load_order(order, begin + step, part, N, BLOCK_N, SORT_TILE)
+            offs = load_order(order, begin, part, N, BLOCK_N, WINDOWS_TILE)
+            next_offs = load_order(order, begin + step, part, N, BLOCK_N, WINDOWS_TILE)
             w = _gather(W, offs, N)
             g = w if UPDATE else _gather(G, offs, N)
             for start in range(begin, N, step):
-                ahead = load_order(order, start + 2 * step, part, N, BLOCK_N, SORT_TILE)
+                ahead = load_order(order, start + 2 * step, part, N, BLOCK_N, WINDOWS_TILE)
                 next_w = _gather(W, next_offs, N)
                 next_g = next_w if UPDATE else _gather(G, next_offs, N)
                 difference, numerators, dlogits, denominator = _through_attention(w, g, c, h, c_next, scale, UPDATE)
@@ -269,7 +271,7 @@ def gradient_sums(
                 near_C, near_C_next, near_H, tl.arange(0, BLOCK_K), K - first, UPDATE, 1, 1
             )
             for start in range(begin, N, step):
-                offs = load_order(order, start, part, N, BLOCK_N, SORT_TILE)
+                offs = load_order(order, start, part, N, BLOCK_N, WINDOWS_TILE)
                 w = _gather(W, offs, N)[None, :]
                 g = w if UPDATE else _gather(G, offs, N)[None, :]
                 nearest, denominator = statistics(
@@ -324,7 +326,7 @@ def _weight_gradients(
 @triton.jit
 def gradient(
     G, W, trail, H_slots, scale, slope, dW, workspace, N, K, output_row, first_update, end_update, slot_shift, program,
-    programs, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, SORT_TILE: tl.constexpr,
+    programs, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWS_TILE: tl.constexpr,
 ):  # fmt: skip
     """dW: through W_tilde, which row `output_row` of the trail made, and through the updates of the iterations
     first_update ... end_update - 1.
@@ -332,31 +334,31 @@ def gradient(
     The windows of the output are level 0 of the workspace, those of the updates the levels after it.
     """
     order = dW.to(tl.pointer_type(tl.int32), bitcast=True)
-    places = places_of(workspace, program, SORT_TILE)
+    places = places_of(workspace, program, WINDOWS_TILE)
     row = 2 * K
-    windows = windows_of(workspace, 0, program, programs, SORT_TILE)
+    windows = windows_of(workspace, 0, program, programs, WINDOWS_TILE)
     find_windows(
         order=order, C=trail + output_row * row, scale=scale, windows=windows, N=N, K=K, program=program,
-        programs=programs, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, SORT_TILE=SORT_TILE,
+        programs=programs, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, WINDOWS_TILE=WINDOWS_TILE,
     )  # fmt: skip
     for t in range(first_update, end_update):
-        windows = windows_of(workspace, t - first_update + 1, program, programs, SORT_TILE)
+        windows = windows_of(workspace, t - first_update + 1, program, programs, WINDOWS_TILE)
         find_windows(
             order=order, C=trail + t * row, scale=scale, windows=windows, N=N, K=K, program=program,
-            programs=programs, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, SORT_TILE=SORT_TILE,
+            programs=programs, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, WINDOWS_TILE=WINDOWS_TILE,
         )  # fmt: skip
-    for start in range(program * SORT_TILE, N, programs * SORT_TILE):
-        move_order_to_workspace(order, places, start, N, SORT_TILE)
-        offs = load_order_from_workspace(places, start, 0, N, BLOCK_N, SORT_TILE)
-        next_offs = load_order_from_workspace(places, start, BLOCK_N, N, BLOCK_N, SORT_TILE)
+    for start in range(program * WINDOWS_TILE, N, programs * WINDOWS_TILE):
+        move_order_to_workspace(order, places, start, N, WINDOWS_TILE)
+        offs = load_order_from_workspace(places, start, 0, N, BLOCK_N, WINDOWS_TILE)
+        next_offs = load_order_from_workspace(places, start, BLOCK_N, N, BLOCK_N, WINDOWS_TILE)
         w = _gather(W, offs, N)
         g = _gather(G, offs, N)
-        for part in range(0, tl.minimum(N - start, SORT_TILE), BLOCK_N):
-            ahead = load_order_from_workspace(places, start, part + 2 * BLOCK_N, N, BLOCK_N, SORT_TILE)
+        for part in range(0, tl.minimum(N - start, WINDOWS_TILE), BLOCK_N):
+            ahead = load_order_from_workspace(places, start, part + 2 * BLOCK_N, N, BLOCK_N, WINDOWS_TILE)
             next_w = _gather(W, next_offs, N)
             next_g = _gather(G, next_offs, N)
             C = trail + output_row * row
-            windows = windows_of(workspace, 0, program, programs, SORT_TILE)
+            windows = windows_of(workspace, 0, program, programs, WINDOWS_TILE)
             dw = _weight_gradients(
                 w=w, g=g, windows=windows, part=part, C=C, C_next=C, H=C, K=K, scale=scale, slope=slope, UPDATE=False,
                 BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N,
@@ -364,7 +366,7 @@ def gradient(
             for t in range(first_update, end_update):
                 C = trail + t * row
                 H = H_slots + (t + slot_shift) * row
-                windows = windows_of(workspace, t - first_update + 1, program, programs, SORT_TILE)
+                windows = windows_of(workspace, t - first_update + 1, program, programs, WINDOWS_TILE)
                 dw += _weight_gradients(
                     w=w, g=w, windows=windows, part=part, C=C, C_next=C + row, H=H, K=K, scale=scale, slope=slope,
                     UPDATE=True, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N,

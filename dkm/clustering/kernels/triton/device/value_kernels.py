@@ -1,8 +1,8 @@
 """The kernels of `..value_table`, which explains them.
 
 The table has one entry for each of the 65,536 values of 16 bits, at the index that its bits are.  Behind it there are
-COPIES smaller tables, for the values of large magnitude: these are so frequent that additions to one entry would have
-to wait for one another.
+COPIES smaller tables for the COPIED magnitudes from the largest weight's downwards.  Nearly all weights are among these
+(smaller ones are tiny), so that additions to a single entry would have to wait for one another.
 """
 
 import triton
@@ -24,7 +24,7 @@ def _index(W, offs, N):
 
 @triton.jit
 def _first_copied(largest):
-    """The smallest magnitude, as its bits, of which there are copies; the last one is that of the largest weight."""
+    """The bits of the smallest magnitude of which there are copies.  The largest one is that of the largest weight."""
     bits = tl.load(largest.to(tl.pointer_type(tl.int16), bitcast=True)).to(tl.int32)
     return tl.maximum(bits - (COPIED - 1), 1)
 

@@ -22,8 +22,8 @@ def registered(monkeypatch: pytest.MonkeyPatch):
         name = f"backend_of_a_test_{next(numbers)}"
         module = types.ModuleType(name)
         module.fits = lambda W, d: fits
-        monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setattr(kernels, "BACKENDS", {name: Registration(name, device, package), **kernels.BACKENDS})
+        monkeypatch.setitem(sys.modules, f"{kernels.__name__}.{name}", module)
+        monkeypatch.setattr(kernels, "BACKENDS", {name: Registration(device, package), **kernels.BACKENDS})
         return name, module
 
     return register

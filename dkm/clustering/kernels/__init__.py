@@ -33,7 +33,7 @@ def choose(impl: str, W: Tensor, d: int) -> Backend:
 
 @functools.cache
 def _load(name: str) -> Backend:
-    return cast(Backend, importlib.import_module(BACKENDS[name].module))
+    return cast(Backend, importlib.import_module(f".{name}", __name__))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ On the host:
     launch.py          launches that take little time
 
 Compiled by Triton, in `device/`: `forward.py` and `backward.py` hold the two kernels and their iterations, `steps.py`
-what both share.  They call one of three ways to compute attention, which have a file each.  `tiles.choose_tiles` chooses:
+what both share.  They call one of three ways to compute attention, which have a file each; `tiles.py` chooses:
 
     differences.py   distances as differences.  For d = 1; for d > 1 if there are few centroids, if the distance is the
                      plain one, or if d > 32

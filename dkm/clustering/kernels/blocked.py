@@ -167,17 +167,14 @@ class _Attention:
     def __call__(self, w: Tensor) -> "_Block":
         """The attention of a block of vectors `(d, b)`."""
         d = len(w)
-        near, distance, C, center = slice(0, len(self.C)), None, self.C, None
+        near, distance = slice(0, len(self.C)), None
         x = w.new_ones(d + 1, w.shape[1])
-        if d > 1 or len(C) >= SORTED:
-            if d == 1:
-                near = self.reach(w[0])
-            # All that follows depends on differences only, which are more precise relative to the mean of the block.
-            center = w.mean(1, keepdim=True)
-            C = C[near] - center.t()
-            torch.sub(w, center, out=x[:d])
-        else:
-            x[:d] = w
+        if d == 1 and len(self.C) >= SORTED:
+            near = self.reach(w[0])
+        # All that follows depends on differences only, which are more precise relative to the mean of the block.
+        center = w.mean(1, keepdim=True)
+        C = self.C[near] - center.t()
+        torch.sub(w, center, out=x[:d])
         w, numerators = x[:d], self.vectors.scratch("numerators", (len(C), x.shape[1]), x)
         if self.metric == "euclidean":
             # not by matrix products, which lose small distances: the backward pass divides by them
@@ -220,7 +217,7 @@ class _Block(NamedTuple):
     """A block of b vectors and the k' centroids within its reach, both relative to `center`."""
 
     near: slice  # which centroids
-    center: Tensor | None  # (d, 1); None: the origin
+    center: Tensor  # (d, 1)
     x: Tensor  # (d + 1, b): the vectors and a row of ones
     C: Tensor  # (k', d)
     numerators: Tensor  # (k', b), of the softmax; in a buffer that the next block overwrites
@@ -271,13 +268,11 @@ def _sums(W: Tensor, vectors: _Vectors, attention: _Attention, W_tilde: Tensor |
         block = attention(vectors.read(W, at))
         share = block.numerators.sum(0).reciprocal_()
         sums = block.numerators @ (block.x * share).t()
-        if block.center is not None:
-            sums[:, :d] += sums[:, d:] * block.center.t()
+        sums[:, :d] += sums[:, d:] * block.center.t()
         total[block.near] += sums
         if W_tilde is not None:
             averages = (block.C.t() @ block.numerators).mul_(share)
-            if block.center is not None:
-                averages += block.center
+            averages += block.center
             vectors.add(W_tilde, at, averages)
     return attention.unsorted(total)
 
@@ -364,7 +359,7 @@ def _through_update(
     for at in vectors:
         block = attention(vectors.read(W, at))
         h = H[block.near]
-        target = C_next[block.near] if block.center is None else C_next[block.near] - block.center.t()
+        target = C_next[block.near] - block.center.t()
         offset = (h * target).sum(1, keepdim=True)
         one = torch.ones_like(offset)
         # rows: H^T numerators, (H . C') numerators, denominator

@@ -71,7 +71,8 @@ def test_what_a_method_adds_is_not_the_models():
 def test_clustered_is_our_parametrization():
     model = compressed(Tied(), "embedding:2")
     found = {owned.name: owned.clustered for owned in parameters(model)}
-    assert found["embedding.weight"] is model.output.parametrizations.weight[0]
+    assert found["embedding.weight"] is model.embedding.parametrizations.weight[0]
+    assert vars(found["embedding.weight"]) is vars(model.output.parametrizations.weight[0])  # its twin
     assert found["output.bias"] is None
     assert set(map(id, clusterings(model))) == {id(found["embedding.weight"])}
 

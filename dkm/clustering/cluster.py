@@ -257,9 +257,14 @@ def _shaped(X: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:
 # In eager mode an operator's call takes half a millisecond, and a network has hundreds of weights: hence `_Cluster`.
 
 
+def _flat_options(options: ClusterOptions) -> dict[str, Any]:
+    """The options as arguments of an operator, by name."""
+    names = ("eps", "max_iter", "metric", "gradient", "impl")
+    return {name: getattr(options, name) for name in names}
+
+
 def _compiled(W: Tensor, C: Tensor, tau: Tensor, options: ClusterOptions) -> Output:
-    o = options
-    return _operator(W, C, tau, o.eps, o.max_iter, o.metric, o.gradient, o.impl)
+    return _operator(W, C, tau, **_flat_options(options))
 
 
 @torch.library.custom_op("dkm::cluster", mutates_args=())
@@ -300,8 +305,7 @@ def _(
 def _compiled_backward(
     G: Tensor, W: Tensor, tau: Tensor, trace: Trace, options: ClusterOptions, *, centroids: bool
 ) -> Gradients:
-    o = options
-    dW, dC = _backward_operator(G, W, tau, *trace, o.eps, o.max_iter, o.metric, o.gradient, o.impl, centroids)
+    dW, dC = _backward_operator(G, W, tau, *trace, **_flat_options(options), centroids=centroids)
     return Gradients(dW, dC)
 
 

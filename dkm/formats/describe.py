@@ -42,19 +42,21 @@ class Described:
 
 
 @torch.no_grad()
-def describe(model: nn.Module, dtype: torch.dtype = torch.float16) -> Iterator[Described]:
+def describe(
+    model: nn.Module, dtype: torch.dtype = torch.float16, walk: list[Owned] | None = None
+) -> Iterator[Described]:
     """The tensors of a compressed model, one at a time: memory is bounded by the largest of them.
 
     Parameters that are not clustered are rounded to `dtype`; buffers keep their own.  The model is checked first, so an
     error comes before the first tensor.  For a model that `fully_shard` has split, all ranks iterate to the end, and
-    only the first one gets any tensors.
+    only the first one gets any tensors.  `walk` is `parameters(model)`, for a caller that has it already.
     """
     check_dtype(dtype)
     if dtype not in DTYPES.values():
         raise FileError(f"a .dkm file cannot hold {dtype}: give another dtype, such as torch.float16")
     model = unwrapped(model)
     writes = is_first(reshard(model))
-    walk = parameters(model)
+    walk = parameters(model) if walk is None else walk
     if all(owned.clustered is None for owned in walk):
         raise FileError("the model has no clustered tensor: call dkm.compress_(model, plan, ...) first")
     for owned in walk:

@@ -25,7 +25,7 @@ from ..foundation.atomic import write_atomically
 from ..foundation.errors import FileError
 from ..foundation.text import shown
 from ..modelling.dtensors import on_first, reshard
-from ..modelling.parameters import clusterings, parameters, unwrapped
+from ..modelling.parameters import Owned, clusterings, parameters, unwrapped
 from ..plans.rows import Plan, Row
 from ..plans.selection import kept_width
 from .codec import pack, unpack_pieces
@@ -68,10 +68,11 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Modu
     # in the model's dtype, so that a file cannot ask for more memory than the model has; on meta, the file decides
     dtypes = {} if on_meta else {name: tensor.dtype for name, tensor in own.items()}
     state = _state(contents, str(source), dtypes)
-    _check_ties(state, model, source)
-    shared = [owned.owners for owned in parameters(model)]
+    walk = parameters(model)
+    _check_ties(state, walk, source)
     model.load_state_dict(state, assign=on_meta)
-    for (module, attribute), *others in shared if on_meta else ():  # assign makes a parameter for every name
+    for owned in walk if on_meta else ():  # assign makes a parameter for every name
+        (module, attribute), *others = owned.owners
         for other, alias in others:
             setattr(other, alias, getattr(module, attribute))
     return into
@@ -94,18 +95,29 @@ def size(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> Size:
     For a model that `fully_shard` has split, all ranks call this.
     """
     mesh = reshard(model)
-    rows = []
-    for owned in parameters(model):
+    rows, walk = [], parameters(model)
+    for owned in walk:
         tensor, clustered = owned.tensor, owned.clustered
         bits, dim = (None, 1) if clustered is None else (clustered.bits, clustered.dim)
         reason = "kept" if clustered is None else "clustered"
-        rows.append(Row(owned.name, tuple(tensor.shape), "", bits, dim, reason, owned.aliases, kept_width(tensor)))
-    data = encode(model, dtype)
+        rows.append(
+            Row(
+                name=owned.name,
+                shape=tuple(tensor.shape),
+                kind="",
+                bits=bits,
+                dim=dim,
+                reason=reason,
+                aliases=owned.aliases,
+                width=kept_width(tensor),
+            )
+        )
+    data = encode(model, dtype, walk)
     return Size(tuple(rows), on_first(mesh, lambda: len(data)))
 
 
-def encode(model: nn.Module, dtype: torch.dtype = torch.float16) -> bytes:
-    """The bytes of the file.  For a sharded model, all ranks call this and only the first one gets them."""
+def encode(model: nn.Module, dtype: torch.dtype = torch.float16, walk: list[Owned] | None = None) -> bytes:
+    """The bytes of the file; see `describe`.  For a sharded model, all ranks call this and the first one gets them."""
     entries: dict[str, dict[str, Any]] = {}
     ties: dict[str, str] = {}
     arrays: dict[str, Tensor] = {}
@@ -114,7 +126,7 @@ def encode(model: nn.Module, dtype: torch.dtype = torch.float16) -> bytes:
         # a copy of each: safetensors refuses tensors that share memory, and ours may be views
         arrays[name] = tensor.detach().cpu().contiguous().clone()
 
-    for each in describe(model, dtype):
+    for each in describe(model, dtype, walk):
         entry = entries[each.name] = {"shape": list(each.shape), "dtype": str(each.dtype).removeprefix("torch.")}
         ties |= dict.fromkeys(each.aliases, each.name)
         if isinstance(each.content, Codes):
@@ -209,11 +221,11 @@ def _check_fits(contents: Contents, model: nn.Module, path: Path) -> None:
     _raise_any(problems, path)
 
 
-def _check_ties(state: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
+def _check_ties(state: Mapping[str, Tensor], walk: list[Owned], path: Path) -> None:
     """FileError unless names that share a tensor in the model have equal values in the file."""
     problems = [
         f"the model ties {alias} to {owned.name} and the file has different values for them"
-        for owned in parameters(model)
+        for owned in walk
         for alias in owned.aliases
         if state[alias] is not state[owned.name] and not torch.equal(state[alias], state[owned.name])
     ]

@@ -93,8 +93,19 @@ def survey(walk: list[Owned]) -> list[Row]:
             raise PlanError(f"{name} is clustered already: snap_ the model before planning again")
         kind, reason = _kind(tensor, *owned.owners[0])
         frozen = bool(kind) and not tensor.requires_grad
-        row = Row(name, tuple(tensor.shape), kind, None, 1, reason, owned.aliases, kept_width(tensor), frozen)
-        rows.append(row)
+        rows.append(
+            Row(
+                name=name,
+                shape=tuple(tensor.shape),
+                kind=kind,
+                bits=None,
+                dim=1,
+                reason=reason,
+                aliases=owned.aliases,
+                width=kept_width(tensor),
+                frozen=frozen,
+            )
+        )
     return rows
 
 

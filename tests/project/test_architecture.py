@@ -4,6 +4,7 @@
 fail.
 """
 
+import ast
 import re
 from pathlib import Path
 
@@ -73,6 +74,17 @@ def test_no_module_hides_a_public_name():
 
 def test_files_and_functions_are_short():
     assert not (found := too_long(MODULES, file_lines=450, function_lines=60)), report(found)
+
+
+def test_no_call_has_many_arguments_without_names():
+    """Eight arguments in a row cannot be told apart by a reader."""
+    calls = [
+        f"{module.file}:{node.lineno}: {ast.unparse(node.func)} has {len(node.args)} arguments without names"
+        for module in MODULES.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and len(node.args) > 8
+    ]
+    assert not calls, "\n".join(calls)
 
 
 def test_every_function_has_types():

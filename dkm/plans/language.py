@@ -1,9 +1,11 @@
 """The language of plans: text -> entries.  No tensors, no model.
 
 A plan is entries `selector:bits/dim` or `selector:keep`, separated by commas; later entries win.  `/dim`
-defaults to 1.  A size is text such as "1.0MB".
+defaults to 1.  A selector that holds a comma, a colon, a quotation mark or a space at its ends is written as a JSON
+string, in double quotes.  A size is text such as "1.0MB".
 """
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -31,11 +33,38 @@ def parse(text: str | None) -> list[Entry]:
         raise TypeError(f"a plan is text such as 'cv:4/4, fc:8', got {type(text).__name__}")
     if not text.strip():
         raise PlanError("the plan is empty: say at least one 'selector:bits/dim', for example 'all:4'")
-    return [_parse_entry(part.strip(), text) for part in text.split(",")]
+    return [_parse_entry(part.strip(), text) for part in _entries(text)]
+
+
+def quoted(name: str) -> str:
+    """A tensor's name as a selector: as it is where that can be read back, and otherwise as a JSON string."""
+    plain = name and name == name.strip() and not set(name) & set(',:"')
+    return name if plain else json.dumps(name, ensure_ascii=False)
+
+
+def _entries(text: str) -> list[str]:
+    """Split at the commas that are not within double quotes."""
+    parts, inside, escaped = [""], False, False
+    for letter in text:
+        if letter == "," and not inside:
+            parts.append("")
+            continue
+        if letter == '"' and not escaped:
+            inside = not inside
+        escaped = inside and letter == "\\" and not escaped
+        parts[-1] += letter
+    if inside:
+        raise PlanError(f"plan '{text}' has a double quotation mark without its other half")
+    return parts
 
 
 def _parse_entry(part: str, text: str) -> Entry:
     selector, colon, spec = (piece.strip() for piece in part.rpartition(":"))
+    if selector.startswith('"'):
+        try:
+            selector = json.loads(selector)
+        except ValueError:
+            raise PlanError(f"{selector} in plan '{text}' is not a name in double quotes") from None
     if not part or not colon or not selector or not spec:
         raise PlanError(f"'{part}' in plan '{text}' is not 'selector:bits/dim' or 'selector:keep'")
     if spec == "keep":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..foundation.text import table as text_table
+from .language import quoted
 
 MEGABYTE = 2**20
 
@@ -72,7 +73,7 @@ class Plan:
     @property
     def text(self) -> str:
         """The plan as text that names every clustered tensor: `plan(model, this)` decides the same."""
-        return ", ".join(f"{row.name}:{row.label}" for row in self.clustered)
+        return ", ".join(f"{quoted(row.name)}:{row.label}" for row in self.clustered)
 
     @property
     def megabytes(self) -> float:

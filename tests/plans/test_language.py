@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dkm
-from dkm.plans.language import Entry, parse, parse_size
+from dkm import PlanError
+from dkm.plans.language import Entry, parse, parse_size, quoted
 
 ACCEPTED = {
     "cv:4": [Entry("cv", 4, 1)],
@@ -162,3 +163,17 @@ def test_a_size_of_nothing(size):
 def test_a_size_of_another_type(size):
     with pytest.raises(TypeError, match=r"a size is text such as '1\.0MB', or an integer"):
         parse_size(size)
+
+
+names = st.text(min_size=1, max_size=12).filter(lambda name: "\x00" not in name)
+
+
+@given(names)
+def test_any_name_can_be_written_as_a_selector(name: str):
+    assert parse(f"{quoted(name)}:3/2, all:4") == [Entry(name, 3, 2), Entry("all", 4, 1)]
+
+
+@pytest.mark.parametrize("text", ['"a:4', 'a":4', '"a"b:4', '"\\x":4'])
+def test_quotation_marks_that_do_not_fit(text: str):
+    with pytest.raises(PlanError, match=r"quot|not a name|is not .selector"):
+        parse(text)

@@ -46,3 +46,11 @@ def test_a_compressed_model_says_what_to_do():
     dkm.compress_(model, "all:2", steps=1)
     with pytest.raises(dkm.PlanError, match=r"0\.weight is clustered already: snap_"):
         dkm.plan(model, "all:2")
+
+
+def test_a_module_whose_name_has_a_comma():
+    model = nn.Sequential()
+    model.add_module("odd, name", nn.Linear(8, 8))
+    plan = dkm.plan(model, '"odd, name":3/2')
+    assert plan["odd, name.weight"].bits == 3
+    assert dkm.plan(model, plan.text) == dkm.plan(model, '"odd, name.weight":3/2')

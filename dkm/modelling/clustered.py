@@ -79,6 +79,8 @@ class Clustered(nn.Module, ABC):
         if is_sharded(weight):
             raise ValueError("the weight is a DTensor: call dkm.compress_ before fully_shard")
         check_weight(weight)
+        if dim > weight.numel():  # the table alone would be larger than the weight, without any bound
+            raise ValueError(f"dim must be at most the number of weights, {weight.numel()}, got {dim}")
         self.bits, self.dim, self.shape = bits, dim, weight.shape
         exponent = exponent_of(weight)
         self.register_buffer("exponent", torch.tensor(exponent, dtype=torch.int32, device=weight.device))

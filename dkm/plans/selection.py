@@ -49,6 +49,11 @@ def _decide(row: Row, entry: Entry) -> Row:
         return replace(row, bits=None, dim=1, reason=f"{entry.selector}:keep")
     if entry.selector in WORDS_FOR_A_KIND and row.parameters < SMALL:
         return replace(row, bits=8, dim=1, reason=f"{entry.selector}, under {SMALL:,}")
+    if entry.dim > row.parameters:
+        raise PlanError(
+            f"'{entry.selector}:{entry.bits}/{entry.dim}' selects {row.name}, which has only {row.parameters:,} "
+            "weights: choose a smaller dim"
+        )
     return replace(row, bits=entry.bits, dim=entry.dim, reason=entry.selector)
 
 

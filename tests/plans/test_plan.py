@@ -54,3 +54,10 @@ def test_a_module_whose_name_has_a_comma():
     plan = dkm.plan(model, '"odd, name":3/2')
     assert plan["odd, name.weight"].bits == 3
     assert dkm.plan(model, plan.text) == dkm.plan(model, '"odd, name.weight":3/2')
+
+
+def test_a_dim_beyond_the_tensor_is_refused_before_anything_is_allocated():
+    with pytest.raises(dkm.PlanError, match=r"weight:2/50000000' selects weight, which has only 100 weights"):
+        dkm.compress_(nn.Linear(10, 10), "weight:2/50000000", steps=1)
+    with pytest.raises(ValueError, match="at most the number of weights, 100, got 50000000"):
+        dkm.cluster_weight(nn.Linear(10, 10), bits=2, dim=50_000_000, steps=1)

@@ -12,6 +12,7 @@ report.html     all of it, to look at
 import json
 import os
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -22,6 +23,7 @@ from ...foundation import jsonl
 from ...foundation.atomic import Writer, write_atomically
 from ..errors import Problem, reason_of
 from ..settings import Settings, as_toml, make, read
+from .lock import locked
 from .schema import Checkpoint, PlanFile, Record, Result
 
 FILES = ("config.toml", "plan.json", "log.jsonl", "result.json")  # what a report is made from
@@ -67,6 +69,10 @@ class RunFolder:
     def report(self) -> Path:
         """The page."""
         return self.path / "report.html"
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Hold the folder, which must be that of a run, for one process; Problem where another process holds it."""
+        return locked(self.path, self.config)
 
     # --- reading
 

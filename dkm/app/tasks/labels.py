@@ -86,4 +86,5 @@ def label_ids(labels: Iterable[Label], config: Any, path: Path) -> dict[Label, i
         )
     if numbers and numbers[-1] < max(2 * len(numbers), getattr(config, "num_labels", None) or 0):
         return {label: label for label in range(numbers[-1] + 1)}
-    return {label: index for index, label in enumerate(numbers or names)}
+    in_order: list[Label] = [*numbers, *names]  # only one of the two has entries
+    return {label: index for index, label in enumerate(in_order)}

@@ -212,7 +212,16 @@ class Training:
         self.saved_step = self.done
 
     def restore(self, state: Checkpoint) -> None:
-        """Go on from a checkpoint of this run."""
+        """Go on from a checkpoint of this run; Problem where it is one of another run, or has been changed."""
+        try:
+            self._restore(state)
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise Problem(
+                f"{self.folder.checkpoint} is not a checkpoint of this run, or is damaged: start the run anew in "
+                "another --out"
+            ) from error
+
+    def _restore(self, state: Checkpoint) -> None:
         self.model.load_state_dict(state["model"])
         self.step.restore_optimizer(state["optimizer"])
         if state["scaler"] is not None and self.accelerator.scaler is not None:

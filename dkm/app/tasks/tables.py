@@ -73,8 +73,9 @@ def _parquet_columns(path: Path) -> dict[str, list[Any]]:
         raise Problem(f"{path} needs pyarrow: pip install pyarrow") from None
     try:
         return pyarrow.parquet.read_table(path).to_pydict()
-    except pyarrow.ArrowInvalid as error:
-        raise Problem(f"{path} is not a parquet file, or is cut off: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # a damaged file raises many kinds, from OSError to TypeError
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise Problem(f"{path} is not a parquet file, or is cut off or damaged: {reason}") from None
 
 
 def _text_file_columns(path: Path) -> dict[str, list[Any]]:

@@ -99,6 +99,19 @@ def test_one_folder_has_one_process(place: Path, tmp_path: Path, workers: int):
     assert {path.name for path in folder.iterdir()} == {"config.toml", "plan.json", "log.jsonl", "checkpoints"}
 
 
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_checkpoint_of_something_else(place: Path, tmp_path: Path, part: str):
+    chosen = settings(place, tmp_path / "run", epochs=1)
+    finish(chosen)
+    (tmp_path / "run" / "result.json").unlink()
+    file = tmp_path / "run" / "checkpoints" / "last.pt"
+    whole = torch.load(file, weights_only=True)
+    for other in ([1], {"a": torch.zeros(2)}):
+        torch.save(whole | {part: other}, file)
+        with pytest.raises(Problem, match=r"last\.pt is not a checkpoint of this run, or is damaged: start"):
+            finish(chosen)
+
+
 def test_a_run_is_not_resumed_as_another_one(place: Path, tmp_path: Path):
     finish(settings(place, tmp_path / "run", epochs=1))
     with pytest.raises(Problem, match=r"was started with --lr 0.01 and not 0.1: leave it out"):

@@ -37,6 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
     """The entry point: run a command line, say what is wrong in one sentence, and exit."""
     code = 0
     try:
+        if any("\0" in argument for argument in arguments or ()):  # a program that calls this one can give it
+            raise Problem("an argument holds the character NUL, which no name or path can have")
         code = app(arguments, prog_name="dkm", standalone_mode=False) or 0
     except run.Stopped:
         code = 130

@@ -118,6 +118,7 @@ class Settings:
     checkpoint_every: float = _setting(60.0, "seconds from one checkpoint to the next", _RUNNING, least=0)
 
 
+LONGEST_CONFIG = 1_000_000  # characters
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
 # These change how a run is computed, not what comes out.
 CHANGEABLE_ON_RESUME = ("workers", "checkpoint_every")
@@ -192,6 +193,8 @@ def _checked(name: str, value: Any) -> Any:
     wanted, rules = kind(name), FIELDS[name].metadata
     if value is None and FIELDS[name].default is None:
         return None
+    if any("\0" in text for text in (value if isinstance(value, list | tuple) else [value]) if isinstance(text, str)):
+        raise Problem(f"{flag(name)} holds the character NUL, which no name or path can have")
     if wanted is tuple:
         value = (value,) if isinstance(value, str) else value
         if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
@@ -218,28 +221,38 @@ def _checked(name: str, value: Any) -> Any:
 def read(path: Path) -> dict[str, Any]:
     """The values in a config file; its ending tells TOML from YAML."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as stream:
+            text = stream.read(LONGEST_CONFIG + 1)
     except UnicodeDecodeError:
         raise Problem(f"{path} is not a text file: name a .toml or .yaml file") from None
     except OSError as error:
         raise Problem(f"cannot read the config file {path}: {error.strerror}") from None
+    if len(text) > LONGEST_CONFIG:
+        raise Problem(f"{path} is too long for a config file: it has more than {LONGEST_CONFIG:,} characters")
     if path.suffix in (".yaml", ".yml"):
-        try:
-            import yaml
-        except ImportError:
-            raise Problem(f"{path}: YAML needs pyyaml; pip install pyyaml, or write TOML") from None
-        try:
-            values = yaml.safe_load(text) or {}
-        except yaml.YAMLError as error:
-            raise Problem(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        values = _read_yaml(text, path)
     else:
         try:
             values = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise Problem(f"{path} is not TOML: {error}") from None
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise Problem(f"{path} must hold a key for each setting, such as epochs = 10")
     return values
+
+
+def _read_yaml(text: str, path: Path) -> Any:
+    """What a YAML document holds.  Aliases are refused: a few lines of them can stand for more than fits in memory."""
+    try:
+        import yaml
+    except ImportError:
+        raise Problem(f"{path}: YAML needs pyyaml; pip install pyyaml, or write TOML") from None
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            raise Problem(f"{path} has an alias (*name), which config files may not have: write the value out")
+        return yaml.safe_load(text) or {}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise Problem(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 
 
 def as_toml(settings: Settings) -> str:

@@ -139,6 +139,9 @@ WRONG = {
     "inspect of something else": (["inspect", "weights.safetensors"], "is not an intact .dkm file"),
     "report of nothing": (["report", "images"], "images is not the folder of a run"),
     "plan of no model": (["plan", "resnet81", "cv:2"], "there is no model 'resnet81'"),
+    "NUL in a folder": (["report", "a\0b"], "an argument holds the character NUL"),
+    "NUL in a file": (["inspect", "a\0b"], "an argument holds the character NUL"),
+    "NUL in data": (["compress", *flags(data="a\0b")], "an argument holds the character NUL"),
     "demo where something is": (["demo", "--out", "images"], "images exists: choose another folder"),
 }  # fmt: skip
 

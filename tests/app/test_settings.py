@@ -51,6 +51,36 @@ def test_yaml(tmp_path: Path):
     assert make(read(tmp_path / "c.yaml")) == wanted
 
 
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("c.yaml", BOMB + "data: *i\n", r"c\.yaml has an alias \(\*name\)"),
+        ("c.yaml", "1: 2\n", "must hold a key for each setting"),
+        ("c.yaml", "lr: 2020-13-45\n", r"c\.yaml is not YAML"),
+        ("c.yaml", "data: " + "[" * 50_000, r"c\.yaml is not YAML"),
+        ("c.toml", "data = " + "[" * 50_000, r"c\.toml is not TOML"),
+        ("c.toml", "epochs = " + "9" * 5_000, r"c\.toml is not TOML"),
+        ("c.toml", "#" * 1_000_001, r"c\.toml is too long for a config file"),
+        ("c.toml", 'data = "a\\u0000b"', "--data holds the character NUL"),
+        ("c.toml", 'data = ["a\\u0000b"]', "--data holds the character NUL"),
+        ("c.toml", 'out = "a\\u0000b"', "--out holds the character NUL"),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_hostile_config_files(tmp_path: Path, name: str, text: str, sentence: str):
+    if name.endswith("yaml"):
+        pytest.importorskip("yaml")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(Problem, match=sentence) as problem:
+        make(read(tmp_path / name))
+    assert len(str(problem.value)) < 1000
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [

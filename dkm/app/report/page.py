@@ -29,7 +29,8 @@ def write(path: str | os.PathLike) -> Path:
     """Write report.html into a run folder, whole or not at all; returns its path."""
     run = read(path)
     target = RunFolder(run.path).report
-    write_atomically(target, page(run))
+    # Names from JSON may hold halves of surrogate pairs, which UTF-8 cannot express.
+    write_atomically(target, page(run).encode("utf-8", "replace"))
     return target
 
 

@@ -5,7 +5,6 @@ have been written by a training loop of the user's own.
 """
 
 import json
-import math
 import os
 import tomllib
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...foundation import jsonl
-from ..errors import Problem
+from ..errors import Problem, reason_of
 from ..run_folder import (
     FILES,
     EvalRecord,
@@ -28,6 +27,8 @@ from ..run_folder import (
 )
 
 Number = float | None
+LARGEST = 1e100  # float32 ends at 3e38; sums and quotients of larger numbers could leave the range of Python's floats
+MOST_BITS, MOST_DIMENSIONS = 64, 64  # of one code, and of one tensor
 
 
 @dataclass(frozen=True)
@@ -198,16 +199,16 @@ def read(path: str | os.PathLike) -> Run:
         model=str(model) if model else None,
         epochs=number(config.get("epochs")),
         plan_text=str(plan_text) if plan_text else None,
-        rows=[_row(row) for row in plan.get("rows") or [] if isinstance(row, dict)],
-        plan_bytes=number(plan.get("bytes")),
-        plan_dense_bytes=number(plan.get("dense_bytes")),
+        rows=[_row(cast(PlanRow, row)) for row in _list(plan.get("rows")) if isinstance(row, dict)],
+        plan_bytes=_amount(plan.get("bytes")),
+        plan_dense_bytes=_amount(plan.get("dense_bytes")),
         finished=bool(result.get("finished")),
         before=number(result.get("accuracy_before")),
         accuracy_after=number(result.get("accuracy_after")),
-        bytes_dense=number(result.get("bytes_dense")),
-        bytes_paper=number(result.get("bytes_paper")),
-        bytes_file=number(result.get("bytes_file")),
-        seconds=number(result.get("seconds")),
+        bytes_dense=_amount(result.get("bytes_dense")),
+        bytes_paper=_amount(result.get("bytes_paper")),
+        bytes_file=_amount(result.get("bytes_file")),
+        seconds=_amount(result.get("seconds")),
         seed=None if seed is None else str(seed),
         command=" ".join(map(str, command)) if isinstance(command, list) else str(command) if command else None,
         environment=_environment(result.get("environment")),
@@ -219,29 +220,46 @@ def read(path: str | os.PathLike) -> Run:
 
 
 def number(value: Any) -> Number:
-    """The value where it is a finite number, otherwise None."""
+    """The value where it is a finite number of a size that can be drawn, otherwise None."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_real and math.isfinite(value) else None
+    if not is_real or not -LARGEST <= value <= LARGEST:  # which excludes NaN
+        return None
+    return 0.0 if 0 < abs(value) < 1 / LARGEST else value
+
+
+def _amount(value: Any) -> Number:
+    """The value where it is a number that is not negative, otherwise None."""
+    found = number(value)
+    return found if found is not None and found >= 0 else None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 # --- files ---------------------------------------------------------------------------------------
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    try:
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+    except UnicodeDecodeError:
+        raise Problem(f"{path} is not a text file") from None
+    except OSError as error:
+        raise Problem(f"cannot read {path}: {reason_of(error)}") from None
 
 
 def _config(path: Path, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise Problem(f"{path} is not TOML: {error}") from None
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(_text(path) or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Problem(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise Problem(f"{path} should hold a JSON object, and holds {type(found).__name__}")
@@ -254,11 +272,14 @@ def _log(path: Path) -> dict[str, list[dict[str, Any]]]:
         records = jsonl.read(path)
     except ValueError as error:
         raise Problem(str(error)) from None
+    except (OSError, RecursionError) as error:
+        raise Problem(f"cannot read {path}: {reason_of(error)}") from None
     kinds: dict[str, dict[tuple[int, str], dict[str, Any]]] = {k: {} for k in ("step", "eval", "layers", "histogram")}
     for record in records:
         # A step that was repeated after a crash counts once, and the last time is the one that counts.
-        if record.get("kind") in kinds and isinstance(record.get("step"), int):
-            kinds[record["kind"]][record["step"], str(record.get("name"))] = record
+        kind, step = record.get("kind"), record.get("step")
+        if isinstance(kind, str) and kind in kinds and isinstance(step, int) and _amount(step) is not None:
+            kinds[kind][step, str(record.get("name"))] = record
     return {kind: sorted(found.values(), key=lambda record: record["step"]) for kind, found in kinds.items()}
 
 
@@ -266,14 +287,15 @@ def _log(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _row(row: PlanRow) -> PlanRow:
-    bits, dim, shape = number(row.get("bits")), number(row.get("dim")), row.get("shape")
+    bits, dim = _amount(row.get("bits")), _amount(row.get("dim"))
+    shape = [int(size) for size in map(_amount, _list(row.get("shape"))[:MOST_DIMENSIONS]) if size is not None]
     return PlanRow(
         name=str(row.get("name")),
-        shape=[int(size) for size in shape if number(size) is not None] if isinstance(shape, list) else [],
-        bits=None if bits is None else int(bits),
-        dim=int(dim or 1),
+        shape=shape,
+        bits=None if bits is None or bits > MOST_BITS else int(bits),
+        dim=max(1, int(dim or 1)),
         reason=str(row.get("reason") or ""),
-        bytes=int(number(row.get("bytes")) or 0),
+        bytes=int(_amount(row.get("bytes")) or 0),
     )
 
 
@@ -321,6 +343,8 @@ def _histogram(record: HistogramRecord) -> Histogram | None:
     edges, counts, centroids = _numbers(record.get("edges")), _numbers(record.get("counts")), record.get("centroids")
     places = _numbers(centroids)
     if edges is None or counts is None or places is None or len(edges) != len(counts) + 1 or not counts:
+        return None
+    if edges != sorted(edges) or min(counts) < 0:
         return None
     return Histogram(record["step"], str(record.get("name")), edges, counts, places)
 

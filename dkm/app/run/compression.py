@@ -1,5 +1,6 @@
 """`compress`: a whole run, from its settings to its result."""
 
+import contextlib
 import platform
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from ...plans.rows import Plan
 from ...training.distill import divergence, teacher
 from .. import report
 from ..errors import Problem, as_problems
+from ..processes import rank
 from ..run_folder import Checkpoint, Result, RunFolder, plan_file
 from ..settings import Settings, as_command, clustering_options
 from .evaluation import evaluate
@@ -32,19 +34,25 @@ def compress(settings: Settings, listener: Listener | None = None, *, resume: bo
     """Make the whole run and return what result.json holds.
 
     With `resume` the folder is there and the run goes on from its last checkpoint.  Raises Problem for what the user
-    can put right, and Stopped after SIGINT or SIGTERM, with a checkpoint written.
+    can put right, such as another process that runs in the same folder, and Stopped after SIGINT or SIGTERM, with a
+    checkpoint written.
     """
-    run = _Run(settings, listener or Listener(), resume)
-    with stop_requests() as requested:
-        run.stage.stop_requested = requested
-        training = run.start()
-        try:
-            training.run()
-        except Problem:
-            if not resume and run.is_main_process and not run.folder.checkpoint.exists():
-                run.folder.remove()  # this run has made it, and there is nothing in it to go on with
-            raise
-    return run.finish(training)
+    with contextlib.ExitStack() as locks:
+        if resume and settings.out is not None and rank() == 0:  # one lock for all processes of a run
+            locks.enter_context(RunFolder(Path(settings.out)).lock())
+        run = _Run(settings, listener or Listener(), resume)
+        with stop_requests() as requested:
+            run.stage.stop_requested = requested
+            training = run.start()
+            if not resume and run.is_main_process:
+                locks.enter_context(run.folder.lock())
+            try:
+                training.run()
+            except Problem:
+                if not resume and run.is_main_process and not run.folder.checkpoint.exists():
+                    run.folder.remove()  # this run has made it, and there is nothing in it to go on with
+                raise
+        return run.finish(training)
 
 
 class _Run:

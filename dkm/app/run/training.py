@@ -4,6 +4,7 @@ import math
 import time
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -57,6 +58,7 @@ class Training:
         self.lines = 0  # of the log
         self.seconds_before = 0.0  # of work, before the run was resumed
         self.saved_at = time.perf_counter()
+        self.saved_step: int | None = None  # of the last checkpoint
         self.logged_step, self.logged_at = 0, self.saved_at  # where the measurement of the speed begins
 
     # --- the loop
@@ -98,6 +100,7 @@ class Training:
         if self.done % self.log_every == 0 or self.done in (1, self.steps):
             self._log_step(loss, lr)
         if self.done % self.watch_every == 0 and self.done % self.order.steps_per_epoch:
+            self._check_weights()
             self._log_layers()
 
     def _evaluate(self) -> None:
@@ -136,7 +139,10 @@ class Training:
     def _log(self, record: Record) -> None:
         """Write a record to the log, and count it; in every process, so that all have the same state."""
         if self.accelerator.is_main_process:
-            self.folder.append(record)
+            try:
+                self.folder.append(record)
+            except ValueError:  # JSON has no infinite numbers; weights near the end of their range give some
+                raise self._divergence("some of its figures are not finite") from None
         self.lines += 1
 
     def _log_step(self, loss: Tensor, lr: float) -> None:
@@ -146,7 +152,7 @@ class Training:
         speed = examples / max(now - self.logged_at, 1e-9)
         self.logged_step, self.logged_at = self.done, now
         if not math.isfinite(mean):
-            raise Problem(f"the training diverged, its loss is {mean} at step {self.done}: lower --lr and start anew")
+            raise self._divergence(f"its loss is {mean}")
         record = StepRecord(
             kind="step", step=self.done, epoch=self._epoch(), loss=mean, lr=lr, per_second=round(speed, 2)
         )
@@ -158,12 +164,35 @@ class Training:
         assert measured is not None  # the monitor records every step that it is asked for
         self._log(LayersRecord(kind="layers", step=self.done, tensors=measured["tensors"], total=measured["total"]))
 
+    # --- divergence
+
+    def _check_weights(self) -> None:
+        """Raise Problem where a parameter is not finite: nothing that such a model gives is worth keeping."""
+        finite = [parameter.detach().isfinite().all() for parameter in self.model.parameters()]
+        if not torch.stack(finite).all():  # the processor waits for the device once, not for each parameter
+            raise self._divergence("some of its weights are not finite")
+
+    def _divergence(self, sign: str) -> Problem:
+        """The error for a training that has diverged; `sign` says how that shows."""
+        kept = "there is no checkpoint yet"
+        if self.saved_step is not None:
+            kept = f"the last checkpoint is of step {self.saved_step}"
+        return Problem(
+            f"the training diverged, {sign} at step {self.done}, and {kept}: lower --lr and start anew in another "
+            "--out, because --resume would repeat it"
+        )
+
     # --- checkpoints
 
     def save(self) -> None:
-        """Write a checkpoint, in the first process."""
+        """Write a checkpoint, in the first process.
+
+        Raises Problem where the training has diverged; the checkpoint before, whose weights are finite, stays.
+        """
+        self._check_weights()
         self.saved_at = time.perf_counter()
         if not self.accelerator.is_main_process:
+            self.saved_step = self.done
             return
         scaler = self.accelerator.scaler
         state = Checkpoint(
@@ -180,13 +209,24 @@ class Training:
             world=self.accelerator.num_processes,
         )
         self.folder.write_checkpoint(state)
+        self.saved_step = self.done
 
     def restore(self, state: Checkpoint) -> None:
-        """Go on from a checkpoint of this run."""
+        """Go on from a checkpoint of this run; Problem where it is one of another run, or has been changed."""
+        try:
+            self._restore(state)
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise Problem(
+                f"{self.folder.checkpoint} is not a checkpoint of this run, or is damaged: start the run anew in "
+                "another --out"
+            ) from error
+
+    def _restore(self, state: Checkpoint) -> None:
         self.model.load_state_dict(state["model"])
         self.step.restore_optimizer(state["optimizer"])
         if state["scaler"] is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.monitor.load_state_dict({"codes": state["codes"]})
         self.done, self.evaluated_step = state["done"], state["evaluated"]
+        self.saved_step = self.done
         self.lines, self.seconds_before = state["lines"], state["seconds"]

@@ -12,9 +12,10 @@ report.html     all of it, to look at
 import json
 import os
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -22,7 +23,12 @@ from ...foundation import jsonl
 from ...foundation.atomic import Writer, write_atomically
 from ..errors import Problem, reason_of
 from ..settings import Settings, as_toml, make, read
+from .lock import locked
 from .schema import Checkpoint, PlanFile, Record, Result
+
+LARGEST = 1e100  # of the figures in result.json
+_START_ANEW = "start the run anew in another --out"
+_TRAIN_AGAIN = "take the file away, and --resume writes it again"
 
 FILES = ("config.toml", "plan.json", "log.jsonl", "result.json")  # what a report is made from
 
@@ -68,6 +74,10 @@ class RunFolder:
         """The page."""
         return self.path / "report.html"
 
+    def lock(self) -> AbstractContextManager[None]:
+        """Hold the folder, which must be that of a run, for one process; Problem where another process holds it."""
+        return locked(self.path, self.config)
+
     # --- reading
 
     def is_run(self) -> bool:
@@ -82,20 +92,39 @@ class RunFolder:
 
     def read_plan(self) -> PlanFile:
         """plan.json, which every run has from its beginning."""
-        return cast(PlanFile, json.loads(self.plan.read_text(encoding="utf-8")))
+        plan = _read_json(self.plan)
+        if not isinstance(plan.get("text"), str):
+            raise Problem(f"{self.plan} does not hold the plan of a run: {_START_ANEW}")
+        return cast(PlanFile, plan)
 
     def read_result(self) -> Result | None:
         """The figures of the run; None until it is finished."""
-        return cast(Result, json.loads(self.result.read_text(encoding="utf-8"))) if self.result.is_file() else None
+        if not self.result.is_file():
+            return None
+        result = _read_json(self.result)
+        for name in ("accuracy_before", "accuracy_after", "bytes_dense", "bytes_file", "ratio", "seconds"):
+            value = result.get(name)
+            if not isinstance(value, int | float) or not abs(value) < LARGEST:
+                raise Problem(f"{self.result} does not hold the figures of a run, such as {name}: {_TRAIN_AGAIN}")
+        return cast(Result, result)
 
     def read_checkpoint(self) -> Checkpoint | None:
         """The last checkpoint; None where there is none yet."""
         if not self.checkpoint.is_file():
             return None
         try:
-            return cast(Checkpoint, torch.load(self.checkpoint, map_location="cpu", weights_only=True))
+            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises many kinds of them
-            raise Problem(f"cannot read the checkpoint {self.checkpoint}: {str(error).splitlines()[0]}") from None
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise Problem(f"cannot read the checkpoint {self.checkpoint}: {reason}") from None
+        numbers = ("done", "evaluated", "lines", "before", "seconds", "steps", "world")
+        if (
+            not isinstance(state, dict)
+            or not Checkpoint.__annotations__.keys() <= state.keys()
+            or not all(isinstance(state[name], int | float) for name in numbers)
+        ):
+            raise Problem(f"{self.checkpoint} is not the checkpoint of a run: {_START_ANEW}")
+        return cast(Checkpoint, state)
 
     # --- writing
 
@@ -152,6 +181,20 @@ class RunFolder:
     def remove(self) -> None:
         """Remove the folder and all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; Problem where the file is missing, cut off, or something else."""
+    remedy = _TRAIN_AGAIN if path.name == "result.json" else _START_ANEW
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Problem(f"cannot read {path}: {reason_of(error)}") from None
+    except (ValueError, RecursionError):
+        raise Problem(f"{path} is cut off or is not JSON: {remedy}") from None
+    if not isinstance(found, dict):
+        raise Problem(f"{path} should hold a JSON object, and holds a {type(found).__name__}: {remedy}")
+    return found
 
 
 def _write(path: Path, content: str | bytes | Writer) -> None:

@@ -1,6 +1,8 @@
 """Images on the disk: a folder for each class, or tar files of such folders."""
 
+import os
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,10 +51,21 @@ def _in_folder(root: Path) -> Classes:
     folders = sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     return {
         folder.name: [
-            ImageFile(str(file), 0, -1, str(file)) for file in sorted(folder.rglob("*")) if _looks_like_an_image(file)
+            ImageFile(str(file), 0, -1, str(file)) for file in sorted(_files(folder)) if _looks_like_an_image(file)
         ]
         for folder in folders
     }
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The ordinary files in a folder and the folders in it.  Pipes, sockets and devices are left out: reading one could
+    take for ever."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(Path(entry.path))
+            elif entry.is_file():
+                yield Path(entry.path)
 
 
 def _in_tar(path: Path) -> Classes:

@@ -71,8 +71,12 @@ class Images(Dataset):
         image, label = self.examples[index]
         try:
             picture = PIL.Image.open(BytesIO(image.read())).convert("RGB")
-        except (OSError, SyntaxError, ValueError, EOFError) as error:
-            what = "it is no image" if isinstance(error, PIL.UnidentifiedImageError) else error
+        except Exception as error:  # Pillow raises many kinds, such as its own for a picture of far too many pixels
+            what = (
+                "it is no image"
+                if isinstance(error, PIL.UnidentifiedImageError)
+                else str(error) or type(error).__name__
+            )
             raise Problem(f"cannot read the image {image.name}: {what}; repair it or take it away") from None
         return self.transform(picture), label
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ..errors import Problem
 from ..settings import Settings
+from .labels import Label, is_number, read_labels
 
 TABLES = (".parquet", ".tsv", ".csv")
 
@@ -14,7 +15,7 @@ class TextRow(NamedTuple):
     """A row of a table."""
 
     texts: tuple[str, ...]  # one or two
-    label: Any  # a whole number where all labels of the table look like one, otherwise a name
+    label: Label  # a whole number where all labels of the table look like one, otherwise a name
 
 
 def find_table(path: str, *stems: str) -> Path | None:
@@ -43,8 +44,7 @@ def read_table(path: Path, settings: Settings) -> list[TextRow]:
     for row, label in enumerate(labels):
         if label is None or label == "" or any(columns[name][row] is None for name in names):
             raise Problem(f"row {row + 1} of {path} is not complete: fill it or take it away")
-    if all(_is_number(label) for label in labels):
-        labels = [int(label) for label in labels]
+    labels = read_labels(labels, path)
     texts = zip(*([str(value) for value in columns[name]] for name in names), strict=True)
     return [TextRow(*row) for row in zip(texts, labels, strict=True)]
 
@@ -56,7 +56,7 @@ def _text_columns(columns: dict[str, list[Any]], settings: Settings) -> list[str
     return [
         name
         for name, values in columns.items()
-        if name != settings.label_column and values and not all(_is_number(value) for value in values)
+        if name != settings.label_column and values and not all(is_number(value) for value in values)
     ]
 
 
@@ -73,8 +73,9 @@ def _parquet_columns(path: Path) -> dict[str, list[Any]]:
         raise Problem(f"{path} needs pyarrow: pip install pyarrow") from None
     try:
         return pyarrow.parquet.read_table(path).to_pydict()
-    except pyarrow.ArrowInvalid as error:
-        raise Problem(f"{path} is not a parquet file, or is cut off: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # a damaged file raises many kinds, from OSError to TypeError
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise Problem(f"{path} is not a parquet file, or is cut off or damaged: {reason}") from None
 
 
 def _text_file_columns(path: Path) -> dict[str, list[Any]]:
@@ -95,7 +96,3 @@ def _text_file_columns(path: Path) -> dict[str, list[Any]]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise Problem(f"{path} is not a table of text: {error}") from None
     return columns
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, str) and value.lstrip("-").isdigit())

@@ -102,3 +102,5 @@ def check_that_paths_exist(settings: Settings) -> None:
     for path in (*settings.data, *settings.eval_data):
         if not Path(path).exists():
             raise Problem(f"there is no folder or file {path}")
+        if not Path(path).is_dir() and not Path(path).is_file():  # a pipe would be waited for without end
+            raise Problem(f"{path} is neither a folder nor an ordinary file, but a pipe, socket or device")

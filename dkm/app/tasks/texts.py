@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from .. import models
 from ..errors import Problem
 from ..settings import Settings
+from .labels import label_ids
 from .tables import TABLES, TextRow, find_table, read_table
 from .task import Task, check_that_paths_exist, held_out
 
@@ -43,7 +44,7 @@ class TextTask(Task):
             evaluation = [row for path in eval_at for row in read_table(path, settings)]
         if not train or not evaluation:
             raise Problem(f"{(train_at if not train else eval_at)[0]} has too few rows")
-        ids = _label_ids({row.label for row in train}, config, train_at[0])
+        ids = label_ids((row.label for row in train), config, train_at[0])
         unknown = [row.label for row in evaluation if row.label not in ids]
         if unknown:
             raise Problem(f"{eval_at[0]} has the label {unknown[0]!r}, which {train_at[0]} has not")
@@ -114,16 +115,3 @@ def _tokenizer_and_config(settings: Settings) -> tuple[Any, Any]:
         line = str(error).strip().splitlines()[0]
         raise Problem(f"cannot read the tokenizer in {settings.model}: {line}") from None
     return tokenizer, config
-
-
-def _label_ids(labels: set[Any], config: Any, path: Path) -> dict[Any, int]:
-    """Label -> class.  A number is its own class; a name has the class that the model's config gives it, or, where the
-    config does not know all names, its place in alphabetical order."""
-    if all(isinstance(label, int) for label in labels):
-        if min(labels) < 0:
-            raise Problem(f"{path} has the label {min(labels)}: rows without a label cannot be trained on")
-        return {label: label for label in range(max(labels) + 1)}
-    known = getattr(config, "label2id", None) or {}
-    if all(label in known for label in labels):
-        return dict(known)
-    return {label: index for index, label in enumerate(sorted(labels))}

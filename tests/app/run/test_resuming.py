@@ -16,6 +16,7 @@ from small_run import finish, log, make_place, settings, start_process
 from dkm.app import cli
 from dkm.app.errors import Problem
 from dkm.app.run import prepare
+from dkm.app.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,45 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(place: Path, tmp_pa
     assert end.value.code == 0
     assert "is finished" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there is no lock")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_folder_has_one_process(place: Path, tmp_path: Path, workers: int):
+    chosen, folder = (
+        settings(place, tmp_path / "run", epochs=200, workers=workers, checkpoint_every=0),
+        tmp_path / "run",
+    )
+    process = start_process(chosen)
+    try:
+        wait_for_log(process.is_alive, folder, 10)
+        with pytest.raises(Problem, match=r"another process is running .*run: wait until it has ended"):
+            finish(chosen)
+        assert process.is_alive()
+    finally:
+        process.kill()
+        process.join()
+    steps = [record["step"] for record in log(folder, "step")]
+    assert steps == sorted(set(steps))
+    with RunFolder(folder).lock():  # the process was killed, and its workers do not keep the lock
+        pass
+    wanted = "another process is running"
+    with RunFolder(folder).lock(), pytest.raises(Problem, match=wanted), RunFolder(folder).lock():
+        pass
+    assert {path.name for path in folder.iterdir()} == {"config.toml", "plan.json", "log.jsonl", "checkpoints"}
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_checkpoint_of_something_else(place: Path, tmp_path: Path, part: str):
+    chosen = settings(place, tmp_path / "run", epochs=1)
+    finish(chosen)
+    (tmp_path / "run" / "result.json").unlink()
+    file = tmp_path / "run" / "checkpoints" / "last.pt"
+    whole = torch.load(file, weights_only=True)
+    for other in ([1], {"a": torch.zeros(2)}):
+        torch.save(whole | {part: other}, file)
+        with pytest.raises(Problem, match=r"last\.pt is not a checkpoint of this run, or is damaged: start"):
+            finish(chosen)
 
 
 def test_a_run_is_not_resumed_as_another_one(place: Path, tmp_path: Path):

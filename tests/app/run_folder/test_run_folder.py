@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,34 @@ def test_a_checkpoint_comes_back(folder: RunFolder):
     folder.checkpoint.write_bytes(b"no checkpoint")
     with pytest.raises(Problem, match=r"cannot read the checkpoint .*last\.pt"):
         folder.read_checkpoint()
+
+
+@pytest.mark.parametrize(
+    "state", [None, [1, 2], {"w": torch.zeros(2)}, torch.zeros(2)], ids=["empty", "list", "foreign", "tensor"]
+)
+def test_what_is_no_checkpoint(folder: RunFolder, state: Any):
+    if state is None:
+        folder.checkpoint.write_bytes(b"")
+    else:
+        torch.save(state, folder.checkpoint)
+    with pytest.raises(
+        Problem, match=r"checkpoint.*last\.pt|last\.pt is not the checkpoint of a run: start the run anew"
+    ):
+        folder.read_checkpoint()
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"text": "0:2", "ro', "[1]", "{}", '{"text": 5}', "[" * 100_000, "\udcff"])
+def test_a_plan_that_is_cut_off(folder: RunFolder, text: str):
+    folder.plan.write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(Problem, match=r"plan\.json .*: start the run anew in another --out"):
+        folder.read_plan()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"accuracy_before": "high"}', '{"accuracy_before": 1e999}'])
+def test_a_result_that_is_cut_off(folder: RunFolder, text: str):
+    folder.result.write_text(text)
+    with pytest.raises(Problem, match=r"result\.json .*: take the file away, and --resume writes it again"):
+        folder.read_result()
 
 
 def test_what_a_killed_run_left_is_removed(folder: RunFolder):

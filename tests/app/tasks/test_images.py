@@ -1,6 +1,9 @@
 """Images in folders and tar files; what is wrong with them, in a sentence."""
 
+import os
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +107,40 @@ def test_a_class_that_training_does_not_know(images: Path, tmp_path: Path):
     picture(tmp_path / "val" / "z" / "0.png", 0)
     with pytest.raises(Problem, match=r"the class 'z', which .*images has not"):
         open_task(settings(images, eval_data=(str(tmp_path / "val"),)))
+
+
+def png_of(width: int, height: int) -> bytes:
+    """The beginning of a PNG file of this size; its few bytes stand for as many pixels as one likes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("side", [60_000, 2**31 - 1])
+def test_a_picture_of_far_too_many_pixels(images: Path, side: int):
+    (images / "a" / "9.png").write_bytes(png_of(side, side))
+    with pytest.raises(Problem, match=r"cannot read the image .*9\.png: .*pixels.*; repair it or take it away"):
+        open_task(settings(images)).eval[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_a_pipe_is_no_image(images: Path, tmp_path: Path):
+    os.mkfifo(images / "a" / "x.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    data = open_task(settings(images))
+    assert (len(data.train), len(data.eval)) == (27, 3)
+    with pytest.raises(Problem, match=r"pipe\.png is neither a folder nor an ordinary file"):
+        open_task(settings(tmp_path / "pipe.png"))
+
+
+def test_images_in_deeper_folders(images: Path):
+    deep = picture(images / "a" / "more" / "x.png", 0)
+    (images / "a" / "link.png").symlink_to(deep)
+    found = open_task(settings(images)).train.examples
+    assert {"x.png", "link.png"} <= {Path(image.path).name for image, _ in found}
 
 
 def test_a_compressed_tar_file(images: Path, tmp_path: Path):

@@ -1,5 +1,6 @@
 """Tables of texts; what is wrong with them, in a sentence."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,29 @@ def test_csv_tsv_and_parquet_say_the_same(tmp_path: Path):
         assert read_table(tmp_path / f"t.{ending}", Settings()) == wanted
     one = read_table(tmp_path / "t.csv", Settings(text_columns="sentence"))
     assert one == [(("yes",), 1), (("no",), 0)]
+
+
+def test_damaged_parquet(tmp_path: Path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    columns = {"sentence": [f"text {i}" for i in range(200)], "label": [i % 2 for i in range(200)]}
+    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
+    whole, rng = (tmp_path / "t.parquet").read_bytes(), random.Random(0)
+    (tmp_path / "t.parquet").write_bytes(b"")
+    with pytest.raises(Problem, match=r"t\.parquet is not a parquet file, or is cut off or damaged"):
+        read_table(tmp_path / "t.parquet", Settings())
+    problems = 0
+    for _ in range(100):
+        damaged = bytearray(whole)
+        for _ in range(4):
+            damaged[rng.randrange(4, len(whole) - 8)] ^= 1 << rng.randrange(8)
+        (tmp_path / "t.parquet").write_bytes(damaged)
+        try:
+            read_table(tmp_path / "t.parquet", Settings())
+        except Problem:
+            problems += 1
+    assert problems  # and nothing else was raised
 
 
 def test_a_quotation_mark_in_a_tsv_quotes_nothing(tmp_path: Path):

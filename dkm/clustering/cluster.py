@@ -96,7 +96,8 @@ def can_advance(weight: Tensor, C: Tensor, impl: str) -> bool:
     """Whether there is a kernel for `advance` with this weight and these centroids."""
     if torch.compiler.is_compiling() or C.dtype != torch.float32 or impl == "reference":
         return False
-    return kernels.choose(impl, weight, C.shape[1]).can_advance(weight, C)
+    backend = kernels.stateful(kernels.choose(impl, weight, C.shape[1]))
+    return backend is not None and backend.can_advance(weight, C)
 
 
 def advance(weight: Tensor, state: State, options: ClusterOptions) -> tuple[Tensor, Tensor]:
@@ -208,7 +209,9 @@ class _Advance(torch.autograd.Function):
     def forward(weight: Tensor, state: State, options: ClusterOptions) -> tuple[Tensor, ...]:
         channels_last = _in_channels_last_order(weight, state.C.shape[1])
         W = _flat(weight, channels_last)
-        W_tilde, tau, trace = kernels.choose(options.impl, W, state.C.shape[1]).advance(W, state, options)
+        backend = kernels.stateful(kernels.choose(options.impl, W, state.C.shape[1]))
+        assert backend is not None  # `can_advance` was asked first
+        W_tilde, tau, trace = backend.advance(W, state, options)
         return _shaped(W_tilde, weight.shape, channels_last), tau, *trace
 
     @staticmethod

@@ -79,5 +79,12 @@ def test_every_backend_has_the_functions_of_the_contract(name: str):
     if kernels.BACKENDS[name].package is not None:
         pytest.importorskip(kernels.BACKENDS[name].package)
     backend = choose(name, W, 1)
-    for function in ("fits", "forward", "backward", "can_advance", "advance"):
+    functions = ["fits", "forward", "backward"] + ["can_advance", "advance"] * (kernels.stateful(backend) is not None)
+    for function in functions:
         assert callable(getattr(backend, function)), function
+
+
+def test_only_triton_makes_a_step_in_one_launch():
+    pytest.importorskip("triton")
+    assert kernels.stateful(choose("triton", W, 1)) is not None
+    assert kernels.stateful(blocked) is None

@@ -17,7 +17,7 @@ from typing import cast
 from torch import Tensor
 
 from ..backends import BACKENDS
-from .backend import Backend
+from .backend import Backend, StatefulBackend
 
 
 def choose(impl: str, W: Tensor, d: int) -> Backend:
@@ -29,6 +29,11 @@ def choose(impl: str, W: Tensor, d: int) -> Backend:
         if right_device and _is_installed(name) and (backend := _load(name)).fits(W, d):
             return backend
     raise RuntimeError(f"no backend is for a weight of {W.dtype} on {W.device}")
+
+
+def stateful(backend: Backend) -> StatefulBackend | None:
+    """The backend, if it can make a whole step in one launch."""
+    return cast(StatefulBackend, backend) if hasattr(backend, "advance") else None
 
 
 @functools.cache

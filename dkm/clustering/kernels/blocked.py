@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..options import ClusterOptions
 from ..vectors import compute_dtype
-from .backend import Gradients, Reduce, State, Trace, progress_size
+from .backend import Gradients, Reduce, Trace, progress_size
 from .implicit import solve
 from .reference import no_mass
 
@@ -48,16 +48,6 @@ SORTED = 32  # from this many centroids on, sorting the weights (d = 1) costs le
 def fits(W: Tensor, d: int) -> bool:
     """Always true: this is plain PyTorch."""
     return True
-
-
-def can_advance(W: Tensor, C: Tensor) -> bool:
-    """Never: here a state would take several operations, which the method DKM writes down readably itself."""
-    return False
-
-
-def advance(W: Tensor, state: State, options: ClusterOptions) -> tuple[Tensor, Tensor, Trace]:
-    """Not for this backend; see `can_advance`."""
-    raise NotImplementedError("the blocked backend has no advance: ask can_advance first")
 
 
 class _Vectors:

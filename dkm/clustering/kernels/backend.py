@@ -89,7 +89,7 @@ class Backend(Protocol):
 
 
 class StatefulBackend(Backend, Protocol):
-    """A backend that can also make a whole step of a clustered weight, with its state and temperature, in one launch."""
+    """A backend that can also make a whole step of a clustered weight in one launch, its state and temperature too."""
 
     def can_advance(self, W: Tensor, C: Tensor) -> bool:
         """Whether `advance` is for this weight and these centroids."""

@@ -124,8 +124,9 @@ class Clustered(nn.Module, ABC):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         key = prefix + "exponent"
-        if key not in state_dict and prefix + "C" in state_dict:  # a checkpoint from before there were exponents
-            state_dict[key] = torch.tensor(exponent_of(state_dict[prefix + "C"]), dtype=torch.int32)
+        if key not in state_dict and prefix + "C" in state_dict:
+            # Checkpoints without exponents hold the centroids of the weight itself, whatever its scale.
+            state_dict[key] = torch.zeros((), dtype=torch.int32)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if not self.exponent.is_meta:
             self.adapt_to_scale(int(self.exponent))

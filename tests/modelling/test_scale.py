@@ -93,8 +93,9 @@ def test_a_checkpoint_brings_its_scale_along(exponent: int):
     assert clusterings(target)[0].loop == clusterings(source)[0].loop
 
 
-def test_a_checkpoint_from_before_there_were_exponents():
-    source, target = clustered_layer(0, "weight:3/2"), clustered_layer(0, "weight:3/2")
+@pytest.mark.parametrize("fresh", [0, 40])
+def test_a_checkpoint_without_exponents(fresh: int):
+    source, target = clustered_layer(0, "weight:3/2"), clustered_layer(fresh, "weight:3/2")
     state = source.state_dict()
     del state["parametrizations.weight.0.exponent"]
     target.load_state_dict(state)

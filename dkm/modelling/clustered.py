@@ -17,7 +17,14 @@ from ..clustering.assign import assign
 from ..clustering.cluster import Clustering
 from ..clustering.initialize import init_centroids
 from ..clustering.options import LoopOptions, StartOptions
-from ..clustering.precision import PLAIN_EXPONENTS, check_bits_dim, check_weight, exponent_of, stored_dtype
+from ..clustering.precision import (
+    PLAIN_EXPONENTS,
+    check_bits_dim,
+    check_weight,
+    exponent_of,
+    stored_dtype,
+    table_is_absurd,
+)
 from ..clustering.vectors import from_vectors, to_vectors
 from .dtensors import is_sharded, whole
 
@@ -79,8 +86,10 @@ class Clustered(nn.Module, ABC):
         if is_sharded(weight):
             raise ValueError("the weight is a DTensor: call dkm.compress_ before fully_shard")
         check_weight(weight)
-        if dim > weight.numel():  # the table alone would be larger than the weight, without any bound
-            raise ValueError(f"dim must be at most the number of weights, {weight.numel()}, got {dim}")
+        if table_is_absurd(bits, dim, weight.numel()):
+            raise ValueError(
+                f"dim {dim} is too large for {weight.numel()} weights at {bits} bits: choose a smaller one"
+            )
         self.bits, self.dim, self.shape = bits, dim, weight.shape
         exponent = exponent_of(weight)
         self.register_buffer("exponent", torch.tensor(exponent, dtype=torch.int32, device=weight.device))

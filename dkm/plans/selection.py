@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from ..clustering.precision import table_is_absurd
 from ..foundation.errors import PlanError
 from ..modelling.parameters import Owned
 from .language import Entry, parse
@@ -49,7 +50,7 @@ def _decide(row: Row, entry: Entry) -> Row:
         return replace(row, bits=None, dim=1, reason=f"{entry.selector}:keep")
     if entry.selector in WORDS_FOR_A_KIND and row.parameters < SMALL:
         return replace(row, bits=8, dim=1, reason=f"{entry.selector}, under {SMALL:,}")
-    if entry.dim > row.parameters:
+    if table_is_absurd(entry.bits, entry.dim, row.parameters):
         raise PlanError(
             f"'{entry.selector}:{entry.bits}/{entry.dim}' selects {row.name}, which has only {row.parameters:,} "
             "weights: choose a smaller dim"

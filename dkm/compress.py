@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 from .clustering.options import DKMOptions, shows_options
 from .clustering.precision import check_bits_dim, check_dtype, check_weight, rounded
 from .modelling.attach import attach, detach
+from .modelling.clock import Clock
 from .modelling.dtensors import is_sharded, reshard
 from .modelling.methods import named
 from .modelling.parameters import Owned, parameters
@@ -44,7 +45,9 @@ def compress_(model: nn.Module, plan: str | Plan, *, method: str = "dkm", **opti
     targets = _targets(walk, chosen)
     # All of them first: an error leaves the model untouched.
     made = [kind(owned.tensor, bits, dim, **taken) for owned, bits, dim in targets]
+    clock = Clock()
     for (owned, _, _), clustered in zip(targets, made, strict=True):
+        clustered.clock = clock
         attach(owned, clustered)
     return chosen
 

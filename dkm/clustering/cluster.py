@@ -211,7 +211,8 @@ class _Advance(torch.autograd.Function):
         W = _flat(weight, channels_last)
         backend = kernels.stateful(kernels.choose(options.impl, W, state.C.shape[1]))
         assert backend is not None  # `can_advance` was asked first
-        W_tilde, tau, trace = backend.advance(W, state, options)
+        order = dict(channels=weight.shape[1], pixels=weight.shape[2] * weight.shape[3]) if channels_last else {}
+        W_tilde, tau, trace = backend.advance(W, state, options, **order)
         return _shaped(W_tilde, weight.shape, channels_last), tau, *trace
 
     @staticmethod

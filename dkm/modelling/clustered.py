@@ -26,6 +26,8 @@ from ..clustering.precision import (
     table_is_absurd,
 )
 from ..clustering.vectors import from_vectors, to_vectors
+from .checksum import checksum
+from .clock import Clock, in_backward
 from .dtensors import is_sharded, whole
 
 TYPICAL_EXPONENT = -5  # of the weights that eps = 1e-4 is meant for: their root mean square is about 0.03
@@ -36,7 +38,8 @@ class Moment(NamedTuple):
 
     seen: Tensor  # () int64: the checksum of the weight
     start: Tensor  # (k, d): the centroids to cluster it from
-    step: Tensor  # () int64: how often the weight has changed
+    step: Tensor  # () int64: the step of the training, as far as this weight knows
+    clock: Tensor  # () int64: the count of the model's clock
 
 
 class Clustered(nn.Module, ABC):
@@ -47,10 +50,11 @@ class Clustered(nn.Module, ABC):
     nearest centroid in 16 bits, which is what the file holds.  A gradient that arrives at a snapped weight passes
     straight through.  So training in evaluation mode, for example to keep batch norm still, trains hard clusters.
 
-    A clustering is a function of the weight and of the centroids `start`.  The centroids advance only when the weight
-    differs from the one that was clustered last.  Reading it again, activation checkpointing, gradient accumulation and
-    a forward pass without gradient change nothing.  A checksum of the weight's bits, computed on the device, detects
-    the change.  It needs no hook, works with any optimizer, and is part of a checkpoint.
+    A clustering is a function of the weight, of the centroids `start` and of the step.  The centroids advance only when
+    the weight differs from the one that was clustered last, or when other weights of the model have seen a new step.
+    Reading it again, activation checkpointing, gradient accumulation and a forward pass without gradient change
+    nothing.  A checksum of the weight's bits, computed on the device, detects the change.  It needs no hook, works with
+    any optimizer, and is part of a checkpoint.  The weights of a model share a `clock`.
 
     A subclass declares its `Options`, implements `cluster`, and is registered under a name with `dkm.register_method`.
     These buffers have a fixed shape and are part of the state_dict:
@@ -58,7 +62,7 @@ class Clustered(nn.Module, ABC):
         C       (k, d)  the newest centroids, which evaluation and `codes` use
         start   (k, d)  the centroids from which the present weight was clustered
         seen    ()      the checksum of that weight
-        step    ()      how often the weight has changed, which is the clock of a schedule
+        step    ()      the step of the training that the weight has seen last, which is the time of a schedule
         unit    ()      the mean squared error per weight of the first clustering, which is the unit of a temperature
         exponent ()     e, such that the root mean square of the first weight is about 2^e
 
@@ -101,6 +105,7 @@ class Clustered(nn.Module, ABC):
         self.register_buffer("seen", checksum(weight))
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=weight.device))
         self.register_buffer("unit", squared_error(W, C))
+        self.clock = Clock()  # of its own, unless it becomes a part of a model
         self.iterations = torch.zeros_like(self.step)  # no buffer: nothing to save, nothing to send to other ranks
 
     # --- the scale of the weight
@@ -137,6 +142,7 @@ class Clustered(nn.Module, ABC):
             # Checkpoints without exponents hold the centroids of the weight itself, whatever its scale.
             state_dict[key] = torch.zeros((), dtype=torch.int32)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.clock.loaded(self.step, load=args[-1])
         if not self.exponent.is_meta:
             self.adapt_to_scale(int(self.exponent))
 
@@ -196,23 +202,26 @@ class Clustered(nn.Module, ABC):
         self.advance(C, now, iterations)
         return self.unscaled(W_tilde)
 
-    def moment(self, weight: Tensor, add_up: Callable[[Tensor], Tensor] | None = None) -> Moment:
+    def moment(self, weight: Tensor, add_up: Callable[[Tensor], Tensor] | None = None, first: int = 0) -> Moment:
         """Where the training of this weight is.  Changes nothing.
 
-        Where `weight` is a shard, `add_up` adds the checksums of all shards.
+        Where `weight` is a shard, `first` is the position of its first value in the whole weight, and `add_up` adds the
+        checksums of all shards.
         """
-        seen = checksum(weight)
+        seen = checksum(weight, first)
         seen = seen if add_up is None else add_up(seen)
-        changed = seen != self.seen
-        return Moment(seen, torch.where(changed, self.C, self.start), self.step + changed)
+        step, clock = self.clock.ahead(self.step, seen != self.seen, in_backward())
+        return Moment(seen, torch.where(step != self.step, self.C, self.start), step, clock)
 
     def advance(self, C: Tensor, now: Moment, iterations: Tensor) -> None:
         """Take on the state after a clustering, in place: a CUDA graph reads where its capture has read."""
         if torch.compiler.is_compiling():  # it has its own ways of keeping a buffer in its place
             self.C, self.start, self.seen, self.step = C, now.start, now.seen, now.step
+            self.clock.on(now.clock.device).copy_(now.clock)
             self.iterations = iterations
             return
         with torch.no_grad():
+            self.clock.on(now.clock.device).copy_(now.clock)
             self.C.copy_(C)
             self.start.copy_(now.start)
             self.seen.copy_(now.seen)
@@ -339,15 +348,6 @@ def _outside_of_transforms(tensor: Tensor) -> Tensor:
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
-
-
-def checksum(weight: Tensor) -> Tensor:
-    """`()` int64: the sum of the bit patterns, whatever the order in memory.
-
-    Two different weights have the same sum about never; where they do, the centroids move a step late.
-    """
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
-    return weight.detach().view(integer).sum(dtype=torch.int64)
 
 
 def squared_error(W: Tensor, C: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ class Layout:
         N, width = parameter.numel(), parameter.numel() // parameter.shape[0]
         self.bounds = [min(rank * self.chunk * width, N) for rank in range(self.ranks + 1)]
         first, last = self.bounds[self.rank : self.rank + 2]
+        self.first = first  # the position of our first value
         begin = min(-(-first // dim) * dim, last)
         end = min(-(-last // dim) * dim, N) if begin < last else last
         self.head = begin - first  # our first values, which belong to a vector of an earlier rank

@@ -26,6 +26,7 @@ from ..clustering import cluster as loop
 from ..clustering.kernels.backend import Gradients, Trace
 from ..clustering.options import DKMOptions
 from ..clustering.vectors import compute_dtype
+from .clock import in_backward
 from .clustered import Moment
 from .dtensors import is_sharded
 from .shard_layout import Layout
@@ -72,7 +73,7 @@ class Shardable(Protocol):
     C: Tensor
     training: bool
 
-    def moment(self, weight: Tensor, add_up: Callable[[Tensor], Tensor] | None = None) -> Moment: ...
+    def moment(self, weight: Tensor, add_up: Callable[[Tensor], Tensor] | None = None, first: int = 0) -> Moment: ...
     def temperature(self, step: Tensor) -> Tensor | float: ...
     def advance(self, C: Tensor, now: Moment, iterations: Tensor) -> None: ...
     def snapped(self, weight: Tensor) -> Tensor: ...
@@ -118,7 +119,7 @@ class Sharded:
     def gather(self, rows: Tensor) -> Tensor:
         """From this rank's rows of the weight to the rows that FSDP2 shall gather."""
         wanted = self.clustered.training and self.parameter.requires_grad
-        soft = self.graph if _in_backward() else wanted
+        soft = self.graph if in_backward() else wanted
         values = self.values(rows, soft)
         self.gathered = None if soft else self.centroids()
         return values
@@ -139,7 +140,7 @@ class Sharded:
         clustered = self.clustered
         if is_sharded(multiple := getattr(clustered, "log_multiple", None)):
             self.multiple = multiple
-        now = clustered.moment(rows, self.layout.sum)
+        now = clustered.moment(rows, self.layout.sum, self.layout.first)
         tau, dtype = clustered.temperature(now.step), compute_dtype(vectors.dtype)
         tau = tau.to(dtype) if isinstance(tau, Tensor) else now.start.new_full((), tau, dtype=dtype)
         W = clustered.scaled(vectors)
@@ -155,7 +156,7 @@ class Sharded:
         if is_sharded(weight):  # outside of a forward pass nothing is gathered: the answer is sharded, without gradient
             rows = weight._local_tensor.as_subclass(Tensor)  # type: ignore[attr-defined]
             return self._like_parameter(self.values(rows, soft))
-        if _in_backward():  # activation checkpointing
+        if in_backward():  # activation checkpointing
             soft = self.graph
         elif soft or torch.is_grad_enabled():  # soft: reentrant checkpointing runs without gradient at first
             self.graph = soft
@@ -255,7 +256,3 @@ class _Through(torch.autograd.Function):
     def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None, None]:
         ctx.sharded.set_gradient_aside()
         return G, None, None
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # as FSDP2 itself asks

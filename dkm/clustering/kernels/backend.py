@@ -46,9 +46,11 @@ class State(NamedTuple):
     C: Tensor  # (k, d): the newest centroids
     start: Tensor  # (k, d): the centroids that the weight seen last was clustered from
     seen: Tensor  # (), int64: the checksum of that weight
-    step: Tensor  # (), int64: how often the weight has changed
+    step: Tensor  # (), int64: the step of the training that the weight has seen last
+    clock: Tensor  # (), int64: the step that any weight of the model has seen
     unit: Tensor  # (): the scale of the temperature
     law: Law
+    recomputing: bool  # whether the backward pass asks again: the step of an unchanged weight must stay
 
 
 class Backend(Protocol):
@@ -95,7 +97,11 @@ class StatefulBackend(Backend, Protocol):
         """Whether `advance` is for this weight and these centroids."""
         ...
 
-    def advance(self, W: Tensor, state: State, options: ClusterOptions) -> tuple[Tensor, Tensor, Trace]:
-        """`forward` from a state, in one launch: W_tilde, tau and the trace.  The state is brought up to date in
-        place."""
+    def advance(
+        self, W: Tensor, state: State, options: ClusterOptions, *, channels: int = 1, pixels: int = 1
+    ) -> tuple[Tensor, Tensor, Trace]:
+        """`forward` from a state, in one launch: W_tilde, tau and the trace.  The state is brought up to date in place.
+
+        A weight in channels-last order says so, for its checksum: so many `channels` of so many `pixels`.
+        """
         ...

@@ -8,6 +8,7 @@ from ...clustering.cluster import Clustering, advance, can_advance, run
 from ...clustering.kernels.backend import State
 from ...clustering.options import DKMOptions, StartOptions
 from ...clustering.temperature import law
+from ..clock import in_backward
 from ..sharded import Sharded
 from ..tempered import Tempered
 from .registry import register
@@ -38,7 +39,8 @@ class DKMClustered(Tempered):
         followed = law(self.options.tau if self.schedule is None else self.schedule, self.steps)
         if followed is None or self.shift or not can_advance(weight, self.C, self.options.impl):
             return super().soft(weight)
-        state = State(self.C, self.start, self.seen, self.step, self.unit, followed)
+        clock = self.clock.on(self.step.device)
+        state = State(self.C, self.start, self.seen, self.step, clock, self.unit, followed, in_backward())
         W_tilde, iterations = advance(weight, state, self.loop)
         self.__dict__["iterations"] = iterations  # nn.Module's own way of setting it would take longer
         return W_tilde

@@ -7,7 +7,7 @@ draw.
 import torch
 from torch import Tensor
 
-from ..clustered import checksum
+from ..checksum import checksum
 
 
 def draw_key(weight: Tensor, seed: int) -> Tensor:

@@ -13,7 +13,8 @@ On the host:
     launch.py          launches that take little time
 
 Compiled by Triton, in `device/`: `forward.py` and `backward.py` hold the two kernels and their iterations, `steps.py`
-what both share.  They call one of three ways to compute attention, which have a file each; `tiles.py` chooses:
+what both share, and `moment.py` the checksum, the step and the temperature of a pass with a state.  They call one of
+three ways to compute attention, which have a file each; `tiles.py` chooses:
 
     differences.py   distances as differences.  For d = 1; for d > 1 if there are few centroids, if the distance is the
                      plain one, or if d > 32
@@ -57,6 +58,8 @@ Compile-time flags:
 
     PRODUCTS       the way is `products`; otherwise it is `windows` if WINDOWS_TILE > 0, else `differences`
     EUCLIDEAN      the plain distance instead of the squared one
+    STATEFUL       the pass starts from a state (`backend.State`), which it brings up to date
+    CHANNELS_LAST  the weights are in channels-last order: `channels` values for each of `pixels` places
     COUNTS         every weight counts `counts` times: the weights are a table of values
     PHASE          which part of a pass this launch does; see `device/steps.py`
     UPDATE         the gradient goes through C' = (A^T W) / mass; otherwise through W_tilde = A C
@@ -168,9 +171,11 @@ def can_advance(W: Tensor, C: Tensor) -> bool:
     return not by_value_table(W, *C.shape)
 
 
-def advance(W: Tensor, state: State, options: ClusterOptions) -> tuple[Tensor, Tensor, Trace]:
+def advance(
+    W: Tensor, state: State, options: ClusterOptions, *, channels: int = 1, pixels: int = 1
+) -> tuple[Tensor, Tensor, Trace]:
     """`forward` from a state, which is brought up to date in place: W_tilde `(N,)`, tau and the trace."""
     support.check(W, state.C)
     tau = torch.empty((), device=W.device)
-    W_tilde, trace = ForwardPass(W, state.C, tau, options, state=state).run()
+    W_tilde, trace = ForwardPass(W, state.C, tau, options, state=state, channels=channels, pixels=pixels).run()
     return W_tilde, tau, trace

@@ -22,7 +22,7 @@ class ForwardPass:
     """One forward pass of W `(N,)` with centroids C `(k, d)`.
 
     With `counts` `(N,)`, each weight counts several times.  With a `state`, the pass starts from it, brings it up to
-    date, and writes tau; C is then the state's.
+    date, and writes tau; C is then the state's.  `channels` and `pixels` are for its checksum: see `Backend.advance`.
     """
 
     def __init__(
@@ -35,6 +35,8 @@ class ForwardPass:
         counts: Tensor | None = None,
         reduce: Reduce | None = None,
         state: State | None = None,
+        channels: int = 1,
+        pixels: int = 1,
     ):
         self.reduce, self.max_iter, self.stateful = reduce, options.max_iter, state is not None
         self.k, d = C.shape
@@ -51,7 +53,7 @@ class ForwardPass:
             C = C.float().contiguous()
             # without a state, the pointers of its parts point to something that is not used
             unused = self.trace.iterations
-            state = State(C=C, start=C, seen=unused, step=unused, unit=tau, law=NO_LAW)
+            state = State(C, C, unused, unused, unused, unit=tau, law=NO_LAW, recomputing=False)
         self.arguments: dict[str, Any] = dict(
             W=W,
             counts=W if counts is None else counts,
@@ -59,6 +61,7 @@ class ForwardPass:
             start=state.start,
             seen=state.seen,
             step=state.step,
+            clock=state.clock,
             unit=state.unit,
             tau=tau,
             trail=self.trace.trail,
@@ -78,7 +81,11 @@ class ForwardPass:
             decay=state.law.decay,
             relative=state.law.relative,
             steps=state.law.steps,
+            recomputing=state.recomputing,
+            channels=channels,
+            pixels=pixels,
             STATEFUL=self.stateful,
+            CHANNELS_LAST=channels * pixels > 1,
             **self.tiles.constants,
         )
 

@@ -17,6 +17,8 @@ import triton.language as tl
 
 from ..launch import quick
 from . import differences, products, windows
+from .moment import checksum as checksum_of
+from .moment import moment, next_step, temperature
 from .product_tables import write_logit_table
 from .steps import (
     ALL,
@@ -36,35 +38,6 @@ from .steps import (
     load_rows,
     pick_column,
 )
-
-
-@triton.jit
-def _checksum(W, N, program, programs, SIZE: tl.constexpr):
-    """The sum of the bits of this program's share of the weights, int64."""
-    if W.dtype.element_ty.primitive_bitwidth == 16:
-        bits = W.to(tl.pointer_type(tl.int16), bitcast=True)
-    else:
-        bits = W.to(tl.pointer_type(tl.int32), bitcast=True)
-    total = tl.zeros((SIZE,), tl.int64)
-    for first in range(program * SIZE, N, programs * SIZE):
-        offs = first + tl.arange(0, SIZE)
-        total += tl.load(bits + offs, mask=offs < N, other=0).to(tl.int64)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _moment(checksum, seen, step, unit, hot, decay, relative, steps):
-    """Whether this weight differs from the one seen last, the number of this step, and its temperature."""
-    changed = tl.load(checksum, cache_modifier=".cg") != tl.load(seen)
-    now = tl.load(step) + changed.to(tl.int64)
-    return changed, now, _temperature(now, unit, hot, decay, relative, steps)
-
-
-@triton.jit
-def _temperature(now, unit, hot, decay, relative, steps):
-    """`temperature.Law` at step `now`."""
-    fraction = tl.minimum(now.to(tl.float32) / steps, 1.0)
-    return tl.where(relative != 0, tl.load(unit), 1.0) * hot * tl.exp2(decay * fraction)
 
 
 @triton.jit
@@ -175,21 +148,25 @@ def _iteration(
 
 
 @quick
-@triton.jit(do_not_specialize=["n", "K", "K_PADDED", "PARTIAL_ROWS", "max_iter", "relative", "steps", "t"])
+@triton.jit(
+    do_not_specialize=[
+        "n", "K", "K_PADDED", "PARTIAL_ROWS", "max_iter", "relative", "steps", "recomputing", "channels", "pixels", "t",
+    ]
+)  # fmt: skip
 def forward_kernel(
-    W, counts, C, start, seen, step, unit, tau, trail, progress, partial, workspace, iterations, W_tilde, N, n, K,
-    K_PADDED, PARTIAL_ROWS, eps, no_mass, max_iter, hot, decay, relative, steps, t, PHASE: tl.constexpr,
-    STATEFUL: tl.constexpr, PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr,
-    D_PADDED: tl.constexpr, D_SEGMENT: tl.constexpr, ROW_WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, K_TILES: tl.constexpr, GROUP_K: tl.constexpr, FOLD_ROWS: tl.constexpr,
-    WINDOWS_TILE: tl.constexpr,
+    W, counts, C, start, seen, step, clock, unit, tau, trail, progress, partial, workspace, iterations, W_tilde, N, n,
+    K, K_PADDED, PARTIAL_ROWS, eps, no_mass, max_iter, hot, decay, relative, steps, recomputing, channels, pixels, t,
+    PHASE: tl.constexpr, STATEFUL: tl.constexpr, CHANNELS_LAST: tl.constexpr, PRODUCTS: tl.constexpr,
+    EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, D_SEGMENT: tl.constexpr,
+    ROW_WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr,
+    GROUP_K: tl.constexpr, FOLD_ROWS: tl.constexpr, WINDOWS_TILE: tl.constexpr,
 ):  # fmt: skip
     """Up to max_iter iterations, then W_tilde = A C with the A and the C that belong together.
 
     The first iteration writes W_tilde as well: late in a training it is often the last one.
 
-    STATEFUL: the iterations start from C or, if the weight is the one seen last, from `start`, at the temperature of
-    the step.  C, start, seen and step are brought up to date in place, and tau is written.
+    STATEFUL: the iterations start from C or, if the step is not a new one, from `start`, at the temperature of the
+    step.  C, start, seen, step and clock are brought up to date in place, and tau is written.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -198,14 +175,14 @@ def forward_kernel(
     counter = (progress + PROGRESS_FORWARD_BARRIER).to(tl.pointer_type(tl.int32), bitcast=True)
     moves = progress + PROGRESS_MOVES
     if STATEFUL and (PHASE == ALL or PHASE == CHECKSUM):
-        tl.atomic_add(checksum, _checksum(W, N, program, programs, 1024))
+        tl.atomic_add(checksum, checksum_of(W, N, channels, pixels, program, programs, CHANNELS_LAST, 1024))
     if PHASE == ALL:
         if STATEFUL:
             # Most likely the weight has changed.  Preparing for that before the checksum is known saves a barrier.
-            temperature = _temperature(tl.load(step) + 1, unit, hot, decay, relative, steps)
+            heat = temperature(next_step(step, clock)[0], unit, hot, decay, relative, steps)
         else:
-            temperature = tl.load(tau)
-        scale = LOG2E / temperature
+            heat = tl.load(tau)
+        scale = LOG2E / heat
         _begin(
             C=C, start=C, trail=trail, workspace=workspace, K=K, K_PADDED=K_PADDED, scale=scale, program=program,
             programs=programs, STATEFUL=False, PRODUCTS=PRODUCTS, D=D, D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH,
@@ -213,11 +190,12 @@ def forward_kernel(
         )  # fmt: skip
         barrier(counter, programs)
         if STATEFUL:
-            changed, _now, temperature = _moment(checksum, seen, step, unit, hot, decay, relative, steps)
-            scale = LOG2E / temperature
+            moved, now = moment(checksum, seen, step, clock, recomputing)
+            heat = temperature(now, unit, hot, decay, relative, steps)
+            scale = LOG2E / heat
             if program == 0:
-                tl.store(tau, temperature)
-            if changed:
+                tl.store(tau, heat)
+            if moved:
                 _begin(
                     C=C, start=start, trail=trail, workspace=workspace, K=K, K_PADDED=K_PADDED, scale=scale,
                     program=program, programs=programs, STATEFUL=True, PRODUCTS=False, D=D, D_SEGMENT=D_SEGMENT,
@@ -232,15 +210,16 @@ def forward_kernel(
                 barrier(counter, programs)
     elif PHASE != CHECKSUM:
         if STATEFUL and PHASE == PREPARE:
-            changed, _now, temperature = _moment(checksum, seen, step, unit, hot, decay, relative, steps)
+            moved, now = moment(checksum, seen, step, clock, recomputing)
+            heat = temperature(now, unit, hot, decay, relative, steps)
             if program == 0:
-                tl.store(tau, temperature)
+                tl.store(tau, heat)
         else:
-            changed = True
-            temperature = tl.load(tau)
-        scale = LOG2E / temperature
+            moved = True
+            heat = tl.load(tau)
+        scale = LOG2E / heat
         if PHASE == PREPARE:
-            if changed:
+            if moved:
                 _begin(
                     C=C, start=start, trail=trail, workspace=workspace, K=K, K_PADDED=K_PADDED, scale=scale,
                     program=program, programs=programs, STATEFUL=STATEFUL, PRODUCTS=PRODUCTS, D=D,
@@ -306,8 +285,9 @@ def forward_kernel(
         if program == 0:
             tl.store(iterations, t.to(tl.int64))
             if STATEFUL:
-                moment = _moment(checksum, seen, step, unit, hot, decay, relative, steps)
-                tl.store(step, moment[1])
+                reached = moment(checksum, seen, step, clock, recomputing)[1]
+                tl.store(clock, tl.maximum(tl.load(clock), tl.maximum(tl.load(step), reached)))
+                tl.store(step, reached)
                 tl.store(seen, tl.load(checksum, cache_modifier=".cg"))
         if STATEFUL or t < max_iter:  # the last row of the trail repeats the row that was reached
             for group in range(program * GROUP_K, K_PADDED, programs * GROUP_K):
@@ -315,11 +295,11 @@ def forward_kernel(
                 column = tl.arange(0, ROW_WIDTH)
                 ptrs = trail + offs_k[:, None] * (D + 1) + column[None, :]
                 mask = (offs_k < K)[:, None] & (column <= D)[None, :]
-                reached = tl.load(ptrs + t * row, mask=mask)
-                tl.store(ptrs + max_iter * row, reached, mask=mask)
+                last = tl.load(ptrs + t * row, mask=mask)
+                tl.store(ptrs + max_iter * row, last, mask=mask)
                 if STATEFUL:
                     ptrs = C + offs_k[:, None] * D + column[None, :]
-                    tl.store(ptrs, reached, mask=(offs_k < K)[:, None] & (column < D)[None, :])
+                    tl.store(ptrs, last, mask=(offs_k < K)[:, None] & (column < D)[None, :])
         if WINDOWS_TILE:
             windows.averages(
                 W=W, C=trail + (t - 1) * row, scale=scale, W_tilde=W_tilde, workspace=workspace, N=N, K=K,

@@ -57,12 +57,7 @@ class ForwardPass:
         self.arguments: dict[str, Any] = dict(
             W=W,
             counts=W if counts is None else counts,
-            C=state.C,
-            start=state.start,
-            seen=state.seen,
-            step=state.step,
-            clock=state.clock,
-            unit=state.unit,
+            **_of_state(state),
             tau=tau,
             trail=self.trace.trail,
             progress=self.trace.progress,
@@ -77,11 +72,6 @@ class ForwardPass:
             eps=options.eps,
             no_mass=NO_MASS,
             max_iter=self.max_iter,
-            hot=state.law.hot,
-            decay=state.law.decay,
-            relative=state.law.relative,
-            steps=state.law.steps,
-            recomputing=state.recomputing,
             channels=channels,
             pixels=pixels,
             STATEFUL=self.stateful,
@@ -123,3 +113,9 @@ class ForwardPass:
             PHASE=phase,
             **options,
         )
+
+
+def _of_state(state: State) -> dict[str, Any]:
+    """The arguments of the kernel that a state is."""
+    arguments: dict[str, Any] = state._asdict()
+    return arguments | arguments.pop("law")._asdict()

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..groups import Grouping
 from ..options import ClusterOptions
 from ..temperature import Law
 
@@ -53,6 +54,15 @@ class State(NamedTuple):
     unit: Tensor  # (): the scale of the temperature
     law: Law
     recomputing: bool  # whether the backward pass asks again: the step of an unchanged weight must stay
+
+
+class GroupTrace(NamedTuple):
+    """What a forward pass over groups leaves for the backward pass, besides W and tau."""
+
+    iterations: Tensor  # (groups,), int64: how many iterations each group used
+    # (groups, max_iter + 1, k, d).  Row 0 holds the centroids that a group started from, and the last row those that it
+    # reached.  The rows between are the backend's own notes.
+    trail: Tensor
 
 
 class Backend(Protocol):
@@ -108,4 +118,33 @@ class StatefulBackend(Backend, Protocol):
 
         A weight in channels-last order says so, for its checksum: so many `channels` of so many `pixels`.
         """
+        ...
+
+
+class GroupedBackend(Backend, Protocol):
+    """A backend that also clusters the groups of a weight, each with centroids and a temperature of its own."""
+
+    def fits_groups(self, W: Tensor, k: int, grouping: Grouping) -> bool:
+        """Whether these groups are for the next two functions: not too many weights each, for example."""
+        ...
+
+    def forward_groups(
+        self, W: Tensor, C: Tensor, tau: Tensor, grouping: Grouping, options: ClusterOptions
+    ) -> tuple[Tensor, GroupTrace]:
+        """W `(N,)`, C `(groups, k, d)`, tau `(groups,)` -> W_tilde `(N,)`, and what `backward_groups` needs."""
+        ...
+
+    def backward_groups(
+        self,
+        G: Tensor,
+        W: Tensor,
+        tau: Tensor,
+        trace: GroupTrace,
+        grouping: Grouping,
+        options: ClusterOptions,
+        *,
+        centroids: bool = True,
+        temperature: bool = False,
+    ) -> Gradients:
+        """As `backward`, group by group: dW `(N,)`, dC `(groups, k, d)` and dtau `(groups,)`."""
         ...

@@ -113,7 +113,7 @@ def forward(
     W: Tensor, C: Tensor, tau: Tensor, options: ClusterOptions, reduce: Reduce | None = None
 ) -> tuple[Tensor, Trace]:
     """The forward pass of the backend that `options.impl` chooses; no autograd.  See `kernels.backend.Backend`."""
-    with _no_autocast(W):
+    with no_autocast(W):
         return kernels.choose(options.impl, W, C.shape[1]).forward(W, C, tau, options, reduce)
 
 
@@ -130,12 +130,12 @@ def backward(
 ) -> Gradients:
     """The backward pass that belongs to `forward`."""
     backend = kernels.choose(options.impl, W, trace.trail.shape[2] - 1)
-    with _no_autocast(W):
+    with no_autocast(W):
         wanted = dict(centroids=centroids, temperature=temperature)
         return backend.backward(G, W, tau, trace, options, reduce=reduce, **wanted)
 
 
-def _no_autocast(W: Tensor) -> AbstractContextManager[None]:
+def no_autocast(W: Tensor) -> AbstractContextManager[None]:
     """Autocast would compute products in 16 bit: at a small tau the logits would be noise."""
     kind = W.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

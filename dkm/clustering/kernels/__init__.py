@@ -2,7 +2,7 @@
 
     backend.py     the contract of a backend
     reference.py   the paper, literally: the definition of correct, slow and large
-    blocked.py     plain PyTorch on any device, in memory proportional to the weight
+    blocked.py     plain PyTorch on any device, in memory proportional to the weight; blocked_groups.py for groups
     triton/        NVIDIA GPUs: attention never leaves the chip
     implicit.py    the linear system of gradient="implicit", which the backends share
 
@@ -17,7 +17,7 @@ from typing import cast
 from torch import Tensor
 
 from ..backends import BACKENDS
-from .backend import Backend, StatefulBackend
+from .backend import Backend, GroupedBackend, StatefulBackend
 
 
 def choose(impl: str, W: Tensor, d: int) -> Backend:
@@ -34,6 +34,11 @@ def choose(impl: str, W: Tensor, d: int) -> Backend:
 def stateful(backend: Backend) -> StatefulBackend | None:
     """The backend, if it can make a whole step in one launch."""
     return cast(StatefulBackend, backend) if hasattr(backend, "advance") else None
+
+
+def grouped(backend: Backend) -> GroupedBackend | None:
+    """The backend, if it can cluster the groups of a weight in one go."""
+    return cast(GroupedBackend, backend) if hasattr(backend, "fits_groups") else None
 
 
 @functools.cache

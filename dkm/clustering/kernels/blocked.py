@@ -37,6 +37,9 @@ from torch import Tensor
 from ..options import ClusterOptions
 from ..vectors import compute_dtype
 from .backend import Gradients, Reduce, Trace, progress_size
+from .blocked_groups import backward_groups as backward_groups  # a part of this backend
+from .blocked_groups import fits_groups as fits_groups
+from .blocked_groups import forward_groups as forward_groups
 from .implicit import solve
 from .reference import no_mass
 

@@ -7,8 +7,8 @@ or, for groups of consecutive weights, all of it in one row.  Each group is clus
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -35,6 +35,14 @@ class Group:
         if self.columns is None:
             return "row" if self.rows == 1 else f"{self.rows} rows"
         return f"{self.rows}x{self.columns}"
+
+
+class _Edges(NamedTuple):
+    """How many vectors count, of a tile at the edges of the matrix."""
+
+    right: int
+    bottom: int
+    both: int
 
 
 @dataclass(frozen=True)
@@ -95,18 +103,33 @@ class Grouping:
     @cached_property
     def codes(self) -> int:
         """How many vectors count, over all groups."""
-        below, beside = self.rows % self.tile_rows, self.columns % self.tile_columns  # of the tiles at the edges
-        whole_down, whole_across = self.rows // self.tile_rows, self.columns // self.tile_columns
-        total = whole_down * whole_across * self.vectors
-        total += whole_down * self._counting(self.tile_rows, beside)
-        return total + whole_across * self._counting(below, self.tile_columns) + self._counting(below, beside)
+        edges, (down, across) = self._at_edges(), (self.down - 1, self.across - 1)
+        return down * across * self.vectors + down * edges.right + across * edges.bottom + edges.both
+
+    def codes_per_group(self) -> Tensor:
+        """`(count,)` int64: how many vectors of each group count."""
+        codes, edges = torch.full((self.down, self.across), self.vectors), self._at_edges()
+        codes[:, -1] = edges.right
+        codes[-1] = edges.bottom
+        codes[-1, -1] = edges.both
+        return codes.view(-1)
+
+    def _at_edges(self) -> "_Edges":
+        below = self.rows - (self.down - 1) * self.tile_rows
+        beside = self.columns - (self.across - 1) * self.tile_columns
+        return _Edges(
+            self._counting(self.tile_rows, beside),
+            self._counting(below, self.tile_columns),
+            self._counting(below, beside),
+        )
 
     def _counting(self, rows: int, columns: int) -> int:
         """How many vectors of a tile count of which only so many rows and columns belong to the tensor."""
-        if columns == self.tile_columns or not rows or not columns:
-            return -(-rows * columns // self.dim)
-        places = np.arange(rows)[:, None] * self.tile_columns + np.arange(columns)
-        return len(np.unique(places // self.dim))
+        if self.tile_columns - columns < self.dim:  # no vector fits into what is missing between two rows: all count
+            return ((rows - 1) * self.tile_columns + columns - 1) // self.dim + 1
+        # no two rows share a vector; from the first vector of a row to its last
+        last = _sum_of_floors(rows, self.tile_columns, columns - 1, self.dim)
+        return last - _sum_of_floors(rows, self.tile_columns, 0, self.dim) + rows
 
     def split(self, X: Tensor) -> Tensor:
         """A tensor with all its weights, of any shape -> `(count, vectors, dim)`."""
@@ -132,3 +155,15 @@ class Grouping:
         if self.all_count:
             return torch.ones(self.count, self.vectors, dtype=torch.bool, device=device)
         return self.split(torch.ones(self.rows * self.columns, dtype=torch.bool, device=device)).any(-1)
+
+
+def _sum_of_floors(n: int, a: int, b: int, m: int) -> int:
+    """The sum of `(a * i + b) // m` over i from 0 to n - 1, in a number of steps logarithmic in m."""
+    total = 0
+    while n:
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        # what is left counts the points below a line; the same points counted along the other axis
+        n, b = divmod(a * n + b, m)
+        a, m = m, a
+    return total

@@ -4,8 +4,6 @@ Codes of b bits are written one after another, each from its lowest bit, into by
 eight codes take exactly b bytes, and the last byte is filled up with zeros.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,17 +29,16 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     data = packed.cpu().numpy()
     if data.dtype != np.uint8 or len(data) != packed_size(n, bits):
         raise ValueError(f"{n} codes of {bits} bits take {packed_size(n, bits)} bytes, got {len(data)} {data.dtype}")
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *unpack_pieces(data, bits, n)])
+    pieces = [unpack_range(data, bits, i, min(i + CHUNK, n)) for i in range(0, n, CHUNK)]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces])
 
 
-def unpack_pieces(data: np.ndarray, bits: int, n: int) -> Iterator[Tensor]:
-    """The n codes in `(packed_size(n, bits),)` uint8, in order, as int64 tensors of at most CHUNK codes."""
-    weights = (1 << np.arange(bits)).astype(np.uint16)
-    for i in range(0, n, CHUNK):
-        count = min(CHUNK, n - i)
-        piece = data[i * bits // 8 : (i * bits + count * bits + 7) // 8]
-        codes = np.unpackbits(piece, count=count * bits, bitorder="little").reshape(-1, bits) @ weights
-        yield torch.from_numpy(codes.astype(np.int64))
+def unpack_range(data: np.ndarray, bits: int, start: int, stop: int) -> Tensor:
+    """The codes from `start` to `stop`, `(stop - start,)` int64, of packed ones."""
+    first = start * bits
+    piece = np.unpackbits(data[first // 8 : packed_size(stop, bits)], bitorder="little")
+    places = piece[first % 8 : first % 8 + (stop - start) * bits].reshape(-1, bits)
+    return torch.from_numpy((places @ (1 << np.arange(bits)).astype(np.uint16)).astype(np.int64))
 
 
 def padding_is_zero(data: np.ndarray, bits: int, n: int) -> bool:

@@ -3,8 +3,8 @@
 A safetensors file whose metadata holds
 
     format      "dkm"
-    version     "1", or "2" where a tensor has an exponent; a reader refuses any other
-    tensors     JSON: NAME -> {"shape", "dtype"} and, where clustered, {"bits", "dim"} and perhaps {"exponent"}
+    version     "1", or "2" where a tensor needs what came with it; a reader refuses any other
+    tensors     JSON: NAME -> {"shape", "dtype"} and, where clustered, {"bits", "dim"} and perhaps those of NEWER
     ties        JSON: NAME -> the NAME it shares its values with
     checksum    SHA-256, in hexadecimal, of the whole file with these 64 characters as zeros
 
@@ -28,6 +28,8 @@ from ..foundation.errors import FileError
 from ..foundation.text import shown
 
 VERSION = 2  # the newest one that is read
+NEWER = {"exponent", "group", "scaled"}  # keys of a clustered tensor that came with version 2
+FLOAT8 = torch.float8_e4m3fn  # of centroids of 8 bits, which came with version 2
 BLANK = "0" * 64
 HEADER_LIMIT = 100_000_000  # bytes: the limit that safetensors itself has
 MOST_DIMENSIONS = 64  # PyTorch and numpy compute with no more
@@ -83,11 +85,14 @@ class Container:
 
 def to_bytes(entries: dict[str, dict[str, Any]], ties: dict[str, str], arrays: dict[str, Tensor]) -> bytes:
     """The bytes of a container with the metadata `tensors` and `ties`.  Equal contents give equal bytes."""
-    # the oldest version that can say it: readers of version 1 read whatever needs no exponent
-    version = "2" if any("exponent" in entry for entry in entries.values()) else "1"
+    # the oldest version that can say it, for older readers
+    newer = any(
+        entry.keys() & NEWER or ("bits" in entry and arrays[f"centroids/{name}"].dtype == FLOAT8)
+        for name, entry in entries.items()
+    )
     metadata = {
         "format": "dkm",
-        "version": version,
+        "version": "2" if newer else "1",
         "tensors": json.dumps(entries, sort_keys=True),
         "ties": json.dumps(ties, sort_keys=True),
         "checksum": BLANK,

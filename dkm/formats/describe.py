@@ -11,23 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..clustering.decode import all_finite
+from ..clustering.groups import Group
 from ..clustering.precision import check_dtype, rounded, stored_dtype
+from ..clustering.spec import Spec
 from ..foundation.errors import FileError
 from ..modelling.clustered import Clustered
 from ..modelling.dtensors import is_first, reshard, whole
 from ..modelling.parameters import Owned, parameters, unwrapped
-from .container import DTYPES
+from .container import DTYPES, FLOAT8
 
 
 @dataclass(frozen=True)
 class Codes:
-    """A clustered tensor: the values are `centroids[codes] * 2^exponent`, flattened, cut to its number of elements."""
+    """A clustered tensor; `decode` of `clustering/decode.py` says which values these stand for."""
 
     bits: int
     dim: int
     exponent: int  # 0 but for tensors of an extreme scale
-    codes: Tensor  # (n,) int64, in [0, 2^bits)
-    centroids: Tensor  # (2^bits, dim), 16 bit
+    codes: Tensor  # (n,) int64, in [0, 2^bits): of the vectors that count, group after group
+    centroids: Tensor  # (2^bits, dim) or, where there is a group, (groups, 2^bits, dim); 16 bit or E4M3
+    group: Group | None = None  # which weights share a codebook; None: all of the tensor
+    scales: Tensor | None = None  # (shape[0],), 16 bit: what the rows were divided by
 
 
 @dataclass(frozen=True)
@@ -87,12 +92,30 @@ def _each(walk: list[Owned], buffers: dict[str, Tensor], dtype: torch.dtype, wri
 
 def _codes(clustered: Clustered, weight: Tensor) -> Codes:
     C, codes = clustered.codes(weight)
-    return Codes(clustered.bits, clustered.dim, clustered.shift, codes, C)
+    spec = spec_of(clustered)
+    return Codes(spec.bits, spec.dim, clustered.shift, codes, C, spec.group, _scales(clustered))
+
+
+def spec_of(clustered: Clustered) -> Spec:
+    """How finely a weight is clustered."""
+    spec: Spec = getattr(clustered, "spec", Spec(clustered.bits, clustered.dim))  # until Clustered has a spec
+    return spec
+
+
+def _scales(clustered: Clustered) -> Tensor | None:
+    """The scales of the rows as the file holds them, where there are any."""
+    stored: Callable[[], Tensor | None] = getattr(
+        clustered, "stored_scales", lambda: None
+    )  # until Clustered has a spec
+    return stored()
 
 
 def _check_finite(name: str, weight: Tensor, clustered: Clustered | None) -> None:
-    tensors = [weight] if clustered is None else [weight, clustered.C.to(stored_dtype(weight.dtype))]
-    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+    finite = bool(weight.isfinite().all())
+    if finite and clustered is not None:
+        C = clustered.C.to(FLOAT8 if spec_of(clustered).float8 else stored_dtype(weight.dtype))
+        finite = all_finite(C, _scales(clustered), clustered.shift, weight.dtype)
+    if not finite:
         raise FileError(f"{name} holds NaN, infinite or too large values: the training diverged; nothing was written")
 
 

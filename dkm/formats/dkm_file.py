@@ -1,18 +1,19 @@
 """The .dkm file: a safetensors container, and nothing that has to be executed to be read.
 
-    codes/NAME       uint8 (bytes,)    a clustered tensor's indices, packed (see codec.py)
-    centroids/NAME   16 bit (k, dim)   its centroids
-    dense/NAME       any               a parameter or buffer that is not clustered
+    codes/NAME       uint8 (bytes,)          a clustered tensor's indices, packed (see codec.py)
+    centroids/NAME   (k, dim)                its centroids, 16 or 8 bit; (groups, k, dim) where there are groups
+    scales/NAME      16 bit (shape[0],)      the scales of its rows, where it has any
+    dense/NAME       any                     a parameter or buffer that is not clustered
 
-`container.py` says what else the container holds, and `rules.py` what every reader refuses.  A clustered tensor's
-values are `centroids[codes]`, flattened, cut to the number of elements of its shape, and cast to the dtype that the
-model had.  NAMEs are the keys of the plain model's state_dict; every one of them is either in the container's `tensors`
-or in its `ties`.
+`container.py` says what else the container holds, and `rules.py` what every reader refuses.  `clustering/decode.py`
+makes a clustered tensor's values of these.  NAMEs are the keys of the plain model's state_dict; every one of them is
+either in the container's `tensors` or in its `ties`.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..clustering.vectors import from_vectors
+from ..clustering.decode import decode as decode_codes
+from ..clustering.spec import Spec
 from ..foundation.atomic import write_atomically
 from ..foundation.errors import FileError
 from ..foundation.text import shown
@@ -28,17 +30,17 @@ from ..modelling.dtensors import on_first, reshard
 from ..modelling.parameters import Owned, clusterings, parameters, unwrapped
 from ..plans.rows import Plan, Row
 from ..plans.selection import kept_width
-from .codec import pack, unpack_pieces
+from .codec import pack, unpack_range
 from .container import to_bytes
-from .describe import Codes, describe
+from .describe import Codes, Described, describe, spec_of
 from .rules import Contents, Entry, Packed, read
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float16) -> int:
     """Write a compressed model; returns the number of bytes written.
 
-    Centroids take 16 bit.  Parameters that are not clustered take `dtype`; buffers keep theirs.  The file
-    appears whole or not at all.
+    Centroids take 16 bit, or 8 where the plan says so.  Parameters that are not clustered take `dtype`; buffers keep
+    theirs.  The file appears whole or not at all.
 
     For a model that `fully_shard` has split, all ranks call this, and the first one writes.  One tensor at a time
     is gathered.
@@ -79,6 +81,23 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Modu
 
 
 @dataclass(frozen=True)
+class SizedRow(Row):
+    """A row that counts and shows groups and scales; until Row itself has a spec."""
+
+    spec: Spec | None = None
+
+    @property
+    def label(self) -> str:
+        """The spec as plans write it, or `keep`."""
+        return super().label if self.spec is None else self.spec.label
+
+    @property
+    def stored_bits(self) -> int:
+        """Codes, centroids and scales, or 16 bit per value: the paper's count."""
+        return super().stored_bits if self.spec is None else self.spec.stored_bits(self.shape)
+
+
+@dataclass(frozen=True)
 class Size(Plan):
     """A compressed model's size: the plan's rows and figures, and the file's own bytes."""
 
@@ -98,18 +117,18 @@ def size(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> Size:
     rows, walk = [], parameters(model)
     for owned in walk:
         tensor, clustered = owned.tensor, owned.clustered
-        bits, dim = (None, 1) if clustered is None else (clustered.bits, clustered.dim)
-        reason = "kept" if clustered is None else "clustered"
+        spec = None if clustered is None else spec_of(clustered)
         rows.append(
-            Row(
+            SizedRow(
                 name=owned.name,
                 shape=tuple(tensor.shape),
                 kind="",
-                bits=bits,
-                dim=dim,
-                reason=reason,
+                bits=None if spec is None else spec.bits,
+                dim=1 if spec is None else spec.dim,
+                reason="kept" if spec is None else "clustered",
                 aliases=owned.aliases,
                 width=kept_width(tensor),
+                spec=spec,
             )
         )
     data = encode(model, dtype, walk)
@@ -118,6 +137,11 @@ def size(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> Size:
 
 def encode(model: nn.Module, dtype: torch.dtype = torch.float16, walk: list[Owned] | None = None) -> bytes:
     """The bytes of the file; see `describe`.  For a sharded model, all ranks call this and the first one gets them."""
+    return encode_all(describe(model, dtype, walk))
+
+
+def encode_all(tensors: Iterable[Described]) -> bytes:
+    """The bytes of a file with these tensors; none where there are no tensors."""
     entries: dict[str, dict[str, Any]] = {}
     ties: dict[str, str] = {}
     arrays: dict[str, Tensor] = {}
@@ -126,14 +150,19 @@ def encode(model: nn.Module, dtype: torch.dtype = torch.float16, walk: list[Owne
         # a copy of each: safetensors refuses tensors that share memory, and ours may be views
         arrays[name] = tensor.detach().cpu().contiguous().clone()
 
-    for each in describe(model, dtype, walk):
+    for each in tensors:
         entry = entries[each.name] = {"shape": list(each.shape), "dtype": str(each.dtype).removeprefix("torch.")}
         ties |= dict.fromkeys(each.aliases, each.name)
         if isinstance(each.content, Codes):
-            entry |= {"bits": each.content.bits, "dim": each.content.dim}
-            entry |= {"exponent": each.content.exponent} if each.content.exponent else {}
-            keep(f"codes/{each.name}", pack(each.content.codes, each.content.bits))
-            keep(f"centroids/{each.name}", each.content.centroids)
+            own = each.content
+            entry |= {"bits": own.bits, "dim": own.dim}
+            entry |= {"exponent": own.exponent} if own.exponent else {}
+            entry |= {"group": [own.group.rows, own.group.columns]} if own.group is not None else {}
+            keep(f"codes/{each.name}", pack(own.codes, own.bits))
+            keep(f"centroids/{each.name}", own.centroids)
+            if own.scales is not None:
+                entry["scaled"] = True
+                keep(f"scales/{each.name}", own.scales)
         else:
             keep(f"dense/{each.name}", each.content)
     return to_bytes(entries, ties, arrays) if entries else b""
@@ -169,15 +198,17 @@ def _values(entry: Entry) -> Tensor:
     """A tensor's values.  Besides them, memory is taken by a piece of the codes only."""
     if not isinstance(entry.content, Packed):
         return entry.content.tensor().to(entry.dtype)
-    bits, dim = entry.content.bits, entry.content.dim
-    centroids, n = entry.content.centroids.tensor().to(entry.dtype), -(-entry.numel // dim)
-    if entry.content.exponent:
-        centroids *= 2.0**entry.content.exponent
-    vectors, at = torch.empty(n, dim, dtype=entry.dtype), 0
-    for codes in unpack_pieces(entry.content.codes.data, bits, n):
-        torch.index_select(centroids, 0, codes, out=vectors[at : at + len(codes)])
-        at += len(codes)
-    return from_vectors(vectors, torch.Size(entry.shape))
+    own = entry.content
+    return decode_codes(
+        partial(unpack_range, own.codes.data, own.bits),
+        own.centroids.tensor(),
+        None if own.scales is None else own.scales.tensor(),
+        own.exponent,
+        own.group,
+        entry.shape,
+        own.dim,
+        entry.dtype,
+    )
 
 
 def _as_path(path: str | os.PathLike[str], call: str) -> Path:

@@ -1,6 +1,6 @@
 """What a .dkm file must be: the one check for `load`, `inspect` and everything else that reads a file.
 
-`docs/file-format.md` lists these rules.  Nothing is decoded here, and nothing is allocated beyond a copy of one table
+`docs/file-format.md` lists these rules.  Nothing is decoded here, and nothing is allocated beyond copies of one table
 of centroids: what a file claims is compared with the bytes that it has.
 """
 
@@ -10,13 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..clustering.decode import all_finite
+from ..clustering.groups import Group, Grouping
 from ..clustering.precision import LARGEST_EXPONENT, MAX_BITS
+from ..clustering.spec import Spec
 from ..foundation.errors import FileError
 from ..foundation.text import shown
 from .codec import packed_size, padding_is_zero
 from .container import (
     DTYPES,
+    FLOAT8,
+    NEWER,
     Array,
     Container,
     Contradiction,
@@ -30,7 +36,8 @@ from .container import (
 METADATA = {"format", "version", "tensors", "ties", "checksum"}
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # of a tensor's dtype in the model
 CLUSTERED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # what can be clustered
-CENTROIDS = (torch.float16, torch.bfloat16)
+SIXTEEN = (torch.float16, torch.bfloat16)  # of scales, and of centroids
+LARGEST_GROUP = 2**60  # rows and columns of a group are less
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,16 @@ class Packed:
 
     bits: int
     dim: int
-    exponent: int  # the values are the centroids times 2^exponent
+    exponent: int
+    group: Group | None
     codes: Array  # uint8 (bytes,): see codec.py
-    centroids: Array  # 16 bit (2^bits, dim)
+    centroids: Array  # 16 bit or E4M3 (2^bits, dim), or (groups, 2^bits, dim) where there is a group
+    scales: Array | None  # 16 bit (shape[0],)
+
+    @property
+    def spec(self) -> Spec:
+        """How finely the tensor is clustered."""
+        return Spec(self.bits, self.dim, self.scales is not None, self.group, self.centroids.dtype == FLOAT8)
 
 
 @dataclass(frozen=True)
@@ -102,10 +116,10 @@ def _object(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _entry(name: str, entry: Any, arrays: Mapping[str, Array], version: str) -> Entry:
-    keys = [{"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}]
-    if version != "1":
-        keys.append({"shape", "dtype", "bits", "dim", "exponent"})
-    if not isinstance(entry, dict) or entry.keys() not in keys:
+    keys = entry.keys() if isinstance(entry, dict) else set()
+    if "bits" in keys and version != "1":
+        keys = keys - NEWER
+    if keys not in ({"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}):
         raise Contradiction(f"the entry of {shown(name)} is not shape and dtype, or shape, dtype, bits and dim")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in NAMES:
         raise Contradiction(f"{shown(name)} has an unknown dtype")
@@ -113,6 +127,8 @@ def _entry(name: str, entry: Any, arrays: Mapping[str, Array], version: str) -> 
     if "bits" in entry:
         packed = _packed(name, entry, arrays)
         _check_packed(name, Entry(shape, dtype, packed), packed)
+        if version == "1" and packed.centroids.dtype == FLOAT8:
+            raise Contradiction(f"the centroids of {shown(name)} are 8-bit floats, which version 1 does not have")
         return Entry(shape, dtype, packed)
     array = _array("dense", name, arrays)
     _check_dense(name, shape, dtype, array)
@@ -129,7 +145,26 @@ def _packed(name: str, entry: Mapping[str, Any], arrays: Mapping[str, Array]) ->
         raise Contradiction(
             f"the exponent of {shown(name)} is not an integer from {-LARGEST_EXPONENT} to {LARGEST_EXPONENT} without 0"
         )
-    return Packed(bits, dim, exponent, _array("codes", name, arrays), _array("centroids", name, arrays))
+    if "scaled" in entry and entry["scaled"] is not True:
+        raise Contradiction(f"{shown(name)} has a key scaled that is not true")
+    return Packed(
+        bits=bits,
+        dim=dim,
+        exponent=exponent,
+        group=_group(name, entry["group"]) if "group" in entry else None,
+        codes=_array("codes", name, arrays),
+        centroids=_array("centroids", name, arrays),
+        scales=_array("scales", name, arrays) if "scaled" in entry else None,
+    )
+
+
+def _group(name: str, value: Any) -> Group:
+    sizes = value if isinstance(value, list) and len(value) == 2 and value != [None, None] else [0]
+    if not all(size is None or (is_size(size) and 1 <= size < LARGEST_GROUP) for size in sizes):
+        raise Contradiction(
+            f"the group of {shown(name)} is not two integers from 1 to 2^60 - 1, of which one may be null"
+        )
+    return Group(*sizes)
 
 
 def _check_packed(name: str, entry: Entry, packed: Packed) -> None:
@@ -138,11 +173,15 @@ def _check_packed(name: str, entry: Entry, packed: Packed) -> None:
         raise Contradiction(f"{shown(name)} is {entry.dtype}, which cannot be clustered")
     if entry.numel == 0:
         raise Contradiction(f"{shown(name)} is clustered and has no values")
-    if centroids.dtype not in CENTROIDS:
-        raise Contradiction(f"the centroids of {shown(name)} are neither float16 nor bfloat16")
-    if centroids.shape != (2**bits, dim):
-        raise Contradiction(f"{shown(name)} has {bits} bits and dim {dim}, and centroids of shape {centroids.shape}")
-    vectors = -(-entry.numel // dim)
+    grouping = Grouping.of(entry.shape, packed.group, dim)
+    if centroids.dtype not in (*SIXTEEN, FLOAT8):
+        raise Contradiction(f"the centroids of {shown(name)} are neither float16 nor bfloat16 nor float8_e4m3fn")
+    if centroids.shape != (() if packed.group is None else (grouping.count,)) + (2**bits, dim):
+        groups = "" if packed.group is None else f"{grouping.count} groups, "
+        raise Contradiction(
+            f"{shown(name)} has {groups}{bits} bits and dim {dim}, and centroids of shape {centroids.shape}"
+        )
+    vectors = grouping.codes
     if codes.dtype != torch.uint8 or codes.shape != (packed_size(vectors, bits),):
         raise Contradiction(
             f"the {vectors} codes of {shown(name)} take {packed_size(vectors, bits)} bytes at {bits} bits, "
@@ -150,8 +189,23 @@ def _check_packed(name: str, entry: Entry, packed: Packed) -> None:
         )
     if not padding_is_zero(codes.data, bits, vectors):
         raise Contradiction(f"the unused bits after the codes of {shown(name)} are not zero")
-    if not bool((centroids.tensor().to(entry.dtype) * 2.0**packed.exponent).isfinite().all()):
-        raise Contradiction(f"the centroids of {shown(name)} are not finite")
+    scales = None if packed.scales is None else _checked_scales(name, entry.shape, packed.scales)
+    if not all_finite(centroids.tensor(), scales, packed.exponent, entry.dtype):
+        times = "" if scales is None else ", times the largest scale,"
+        raise Contradiction(f"the centroids of {shown(name)}{times} are not finite")
+
+
+def _checked_scales(name: str, shape: tuple[int, ...], array: Array) -> Tensor:
+    rows = shape[0] if shape else 1
+    if array.dtype not in SIXTEEN or array.shape != (rows,):
+        raise Contradiction(
+            f"the {rows} scales of {shown(name)} are not float16 or bfloat16 of shape ({rows},), "
+            f"but {array.dtype} of shape {array.shape}"
+        )
+    scales = array.tensor()
+    if not bool(((scales > 0) & scales.isfinite()).all()):
+        raise Contradiction(f"the scales of {shown(name)} are not all positive and finite")
+    return scales
 
 
 def _check_dense(name: str, shape: tuple[int, ...], dtype: torch.dtype, array: Array) -> None:
@@ -174,7 +228,9 @@ def _array(kind: str, name: str, arrays: Mapping[str, Array]) -> Array:
 def _check_no_others(arrays: Mapping[str, Array], entries: Mapping[str, Entry]) -> None:
     needed = set()
     for name, entry in entries.items():
-        kinds = ("codes", "centroids") if isinstance(entry.content, Packed) else ("dense",)
+        kinds = {"codes", "centroids"} if isinstance(entry.content, Packed) else {"dense"}
+        if isinstance(entry.content, Packed) and entry.content.scales is not None:
+            kinds.add("scales")
         needed |= {f"{kind}/{name}" for kind in kinds}
     for name in arrays.keys() - needed:
         raise Contradiction(f"the array {shown(name)} belongs to no tensor")

@@ -16,11 +16,11 @@ def test_codes_entropy_and_bytes(tmp_path: Path):
     dkm.compress_(model, "0:2", steps=1)
     size = dkm.save(model, tmp_path / "model.dkm")
     printed = describe(tmp_path / "model.dkm", 80)
-    name, shape, spec, taken, used, entropy, codes = printed.splitlines()[1].split()
-    assert (name, shape, spec, taken, used) == ("0.weight", "10x40", "2/1", "108", "3/4")
+    name, shape, spec, k, taken, used, entropy, codes = printed.splitlines()[1].split()
+    assert (name, shape, spec, k, taken, used) == ("0.weight", "10x40", "2/1", "4", "108", "3/4")
     assert entropy == "1.50"  # 1/4, 1/4, 1/2
     assert sorted(codes) == ["·", "▅", "▅", "█"]
-    assert "codes 100 bytes, 75 at their entropy" in printed
+    assert "codes 100 bytes, 75 at their entropy; centroids 8 bytes\n" in printed
     assert "3 other tensors, 60 bytes" in printed
     assert f"{size:,} bytes in all" in printed
 

@@ -27,3 +27,26 @@ def assign(W: Tensor, C: Tensor) -> Tensor:
         offsets = -C.square().sum(1) / 2
         rows = max(1, BLOCK // len(C))
         return torch.cat([torch.addmm(offsets, block.to(C.dtype), C.t()).argmax(1) for block in W.split(rows)])
+
+
+def assign_groups(V: Tensor, C: Tensor) -> Tensor:
+    """`assign` of every group: `(g, n, d), (g, k, d) -> (g, n)` int64."""
+    V, C = V.detach(), C.detach().to(compute_dtype(V.dtype))
+    if C.shape[2] == 1:
+        levels, order = C[:, :, 0].sort(dim=1, stable=True)
+        edges = ((levels[:, 1:] + levels[:, :-1]) / 2).contiguous()
+        first = torch.searchsorted(levels, levels).clamp(max=levels.shape[1] - 1)
+        return order.gather(1, first.gather(1, torch.searchsorted(edges, V[:, :, 0].to(C.dtype).contiguous())))
+    codes = torch.empty(V.shape[:2], dtype=torch.int64, device=V.device)
+    groups = max(1, BLOCK // (V.shape[1] * C.shape[1]))
+    vectors = max(1, BLOCK // C.shape[1])
+    with torch.autocast(V.device.type, enabled=False):
+        offsets = -C.square().sum(2)[:, None, :] / 2
+        for at in _slices(len(V), groups):
+            for of in _slices(V.shape[1], vectors):
+                codes[at, of] = torch.baddbmm(offsets[at], V[at, of].to(C.dtype), C[at].mT).argmax(2)
+    return codes
+
+
+def _slices(n: int, step: int) -> list[slice]:
+    return [slice(first, first + step) for first in range(0, n, step)]

@@ -150,6 +150,19 @@ class Grouping:
         X = X.reshape(self.down * self.tile_rows, self.across * self.tile_columns)
         return X[: self.rows, : self.columns].reshape(-1)
 
+    def place(self, vectors: Tensor) -> Tensor:
+        """`(codes, dim)`, the vectors that count, group after group -> `(rows * columns,)`."""
+        if self.all_count:
+            return self.join(vectors.view(self.count, self.vectors, self.dim))
+        V = vectors.new_zeros(self.count, self.vectors, self.dim)
+        V[self.counted(vectors.device)] = vectors
+        return self.join(V)
+
+    def group_of_codes(self, device: torch.device | str = "cpu") -> Tensor:
+        """`(codes,)` int64: the group of each vector that counts."""
+        groups = torch.arange(self.count, device=device)[:, None].expand(-1, self.vectors)
+        return groups[self.counted(device)]
+
     def counted(self, device: torch.device | str = "cpu") -> Tensor:
         """`(count, vectors)` bool: which vectors count."""
         if self.all_count:

@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from ..clustering.decode import all_finite
 from ..clustering.groups import Group
 from ..clustering.precision import check_dtype, rounded, stored_dtype
-from ..clustering.spec import Spec
 from ..foundation.errors import FileError
 from ..modelling.clustered import Clustered
 from ..modelling.dtensors import is_first, reshard, whole
@@ -92,29 +91,15 @@ def _each(walk: list[Owned], buffers: dict[str, Tensor], dtype: torch.dtype, wri
 
 def _codes(clustered: Clustered, weight: Tensor) -> Codes:
     C, codes = clustered.codes(weight)
-    spec = spec_of(clustered)
-    return Codes(spec.bits, spec.dim, clustered.shift, codes, C, spec.group, _scales(clustered))
-
-
-def spec_of(clustered: Clustered) -> Spec:
-    """How finely a weight is clustered."""
-    spec: Spec = getattr(clustered, "spec", Spec(clustered.bits, clustered.dim))  # until Clustered has a spec
-    return spec
-
-
-def _scales(clustered: Clustered) -> Tensor | None:
-    """The scales of the rows as the file holds them, where there are any."""
-    stored: Callable[[], Tensor | None] = getattr(
-        clustered, "stored_scales", lambda: None
-    )  # until Clustered has a spec
-    return stored()
+    spec = clustered.spec
+    return Codes(spec.bits, spec.dim, clustered.shift, codes, C, spec.group, clustered.stored_scales())
 
 
 def _check_finite(name: str, weight: Tensor, clustered: Clustered | None) -> None:
     finite = bool(weight.isfinite().all())
     if finite and clustered is not None:
-        C = clustered.C.to(FLOAT8 if spec_of(clustered).float8 else stored_dtype(weight.dtype))
-        finite = all_finite(C, _scales(clustered), clustered.shift, weight.dtype)
+        C = clustered.C.to(FLOAT8 if clustered.spec.float8 else stored_dtype(weight.dtype))
+        finite = all_finite(C, clustered.stored_scales(), clustered.shift, weight.dtype)
     if not finite:
         raise FileError(f"{name} holds NaN, infinite or too large values: the training diverged; nothing was written")
 

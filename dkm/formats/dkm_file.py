@@ -32,7 +32,7 @@ from ..plans.rows import Plan, Row
 from ..plans.selection import kept_width
 from .codec import pack, unpack_range
 from .container import to_bytes
-from .describe import Codes, Described, describe, spec_of
+from .describe import Codes, Described, describe
 from .rules import Contents, Entry, Packed, read
 
 
@@ -117,7 +117,7 @@ def size(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> Size:
     rows, walk = [], parameters(model)
     for owned in walk:
         tensor, clustered = owned.tensor, owned.clustered
-        spec = None if clustered is None else spec_of(clustered)
+        spec = None if clustered is None else clustered.spec
         rows.append(
             SizedRow(
                 name=owned.name,

@@ -13,22 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..clustering.assign import assign
+from ..clustering.assign import assign, assign_groups
 from ..clustering.cluster import Clustering
+from ..clustering.decode import products
+from ..clustering.groups import Group, Grouping
 from ..clustering.initialize import init_centroids
+from ..clustering.initialize_groups import init_group_centroids
 from ..clustering.options import LoopOptions, StartOptions
 from ..clustering.precision import (
     PLAIN_EXPONENTS,
-    check_bits_dim,
     check_weight,
     exponent_of,
     stored_dtype,
-    table_is_absurd,
 )
-from ..clustering.vectors import from_vectors, to_vectors
+from ..clustering.spec import Spec
+from ..clustering.vectors import to_vectors
 from .checksum import checksum
 from .clock import Clock, in_backward
 from .dtensors import is_sharded, whole
+from .scales import row_scales
 
 TYPICAL_EXPONENT = -5  # of the weights that eps = 1e-4 is meant for: their root mean square is about 0.03
 
@@ -59,22 +62,26 @@ class Clustered(nn.Module, ABC):
     A subclass declares its `Options`, implements `cluster`, and is registered under a name with `dkm.register_method`.
     These buffers have a fixed shape and are part of the state_dict:
 
-        C       (k, d)  the newest centroids, which evaluation and `codes` use
-        start   (k, d)  the centroids from which the present weight was clustered
+        C       (k, d)  the newest centroids, which evaluation and `codes` use; (groups, k, d) where there are groups
+        start   (k, d)  the centroids from which the present weight was clustered; the same
         seen    ()      the checksum of that weight
         step    ()      the step of the training that the weight has seen last, which is the time of a schedule
-        unit    ()      the mean squared error per weight of the first clustering, which is the unit of a temperature
+        unit    ()      the mean squared error per weight of the first clustering, which is the unit of a temperature;
+                        (groups,) where there are groups
         exponent ()     e, such that the root mean square of the first weight is about 2^e
+        scales  (rows,) what the rows are divided by, in the precision of the file; only if the spec is scaled
 
     The attribute `iterations`, a () tensor, says how many iterations the last clustering took; 0 before the first one.
 
     A weight of an extreme scale (see `PLAIN_EXPONENTS`) is divided by 2^e before it is clustered, and what comes out is
     multiplied by it; both are exact.  For such a weight C, start, unit and everything that a method computes belong to
-    the divided weight, which `scaled` returns.  `shift` is that e, and 0 for all other weights.
+    the divided weight, which `scaled` returns.  `shift` is that e, and 0 for all other weights.  Rows that have scales
+    are divided by them, after that.
     """
 
     Options: ClassVar[type[StartOptions]] = StartOptions
     method: ClassVar[str] = ""  # the name that it is registered under
+    clusters_groups: ClassVar[bool] = False  # whether `cluster` knows groups
 
     C: Tensor
     start: Tensor
@@ -82,29 +89,46 @@ class Clustered(nn.Module, ABC):
     step: Tensor
     unit: Tensor
     exponent: Tensor
+    scales: Tensor | None
 
-    def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):
+    def __init__(
+        self,
+        weight: Tensor,
+        bits: int,
+        dim: int = 1,
+        *,
+        scaled: bool = False,
+        group: Group | None = None,
+        float8: bool = False,
+        **options: Any,
+    ):
         super().__init__()
-        check_bits_dim(bits, dim)
+        self.spec = Spec(bits, dim, scaled, group, float8)
         self.options = self.Options(**options)
         if is_sharded(weight):
             raise ValueError("the weight is a DTensor: call dkm.compress_ before fully_shard")
         check_weight(weight)
-        if table_is_absurd(bits, dim, weight.numel()):
+        if self.spec.is_absurd(weight.shape):
+            advice = "choose a smaller dim" if group is None else "choose larger groups, a smaller dim or fewer bits"
             raise ValueError(
-                f"dim {dim} is too large for {weight.numel()} weights at {bits} bits: choose a smaller one"
+                f"{self.spec.label} has far more centroids than {weight.numel()} weights have values: {advice}"
+            )
+        if group is not None and not self.clusters_groups:
+            raise ValueError(
+                f'method="{self.method}" has one codebook per tensor: leave out "per {group}", or use method="dkm"'
             )
         self.bits, self.dim, self.shape = bits, dim, weight.shape
+        self.grouping = self.spec.grouping(weight.shape)
         exponent = exponent_of(weight)
         self.register_buffer("exponent", torch.tensor(exponent, dtype=torch.int32, device=weight.device))
         self.adapt_to_scale(exponent)
-        W = to_vectors(self.scaled(weight.detach()), dim)
-        C = self.initial_centroids(W)
+        self.register_buffer("scales", row_scales(weight * 2.0**-self.shift) if scaled else None)
+        C, unit = self.first_clustering(self.scaled(weight.detach()))
         self.register_buffer("C", C)
         self.register_buffer("start", C.clone())
         self.register_buffer("seen", checksum(weight))
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=weight.device))
-        self.register_buffer("unit", squared_error(W, C))
+        self.register_buffer("unit", unit)
         self.clock = Clock()  # of its own, unless it becomes a part of a model
         self.iterations = torch.zeros_like(self.step)  # no buffer: nothing to save, nothing to send to other ranks
 
@@ -115,12 +139,16 @@ class Clustered(nn.Module, ABC):
 
         `loop` is the options with `eps` for the scaled weight.
         """
-        self.shift = 0 if exponent in PLAIN_EXPONENTS else exponent
+        # centroids in 8 bits have an even smaller range than those in 16
+        self.shift = 0 if exponent in PLAIN_EXPONENTS and not self.spec.float8 else exponent
         self.loop = self.options
         if isinstance(self.options, LoopOptions):
             # The paper's eps is absolute, and stays so for weights of an ordinary scale.
-            relative = 2.0 ** (exponent - TYPICAL_EXPONENT) if self.shift and self.relative_eps else 1.0
-            eps = self.options.eps * relative * 2.0**-self.shift
+            if self.relative_eps and self.spec.scaled:  # then the root mean square is 1
+                eps = self.options.eps * 2.0**-TYPICAL_EXPONENT
+            else:
+                relative = 2.0 ** (exponent - TYPICAL_EXPONENT) if self.shift and self.relative_eps else 1.0
+                eps = self.options.eps * relative * 2.0**-self.shift
             self.loop = replace(self.options, eps=eps)  # type: ignore[call-arg]
 
     @property
@@ -129,12 +157,19 @@ class Clustered(nn.Module, ABC):
         return True
 
     def scaled(self, weight: Tensor) -> Tensor:
-        """The weight as methods see it: divided by 2^shift, which is exact."""
-        return weight if not self.shift else weight * 2.0**-self.shift
+        """The weight as methods see it: divided by 2^shift, which is exact, and by the scales of its rows."""
+        weight = weight if not self.shift else weight * 2.0**-self.shift
+        # by float32 scales: in 16 bits, the quotient would lose what the weight has
+        return weight if self.scales is None else weight / self._row_by_row(weight)
 
     def unscaled(self, values: Tensor) -> Tensor:
-        """The inverse of `scaled`."""
+        """The inverse of `scaled`; where rows have scales, in at least float32."""
+        values = values if self.scales is None else values * self._row_by_row(values)
         return values if not self.shift else values * 2.0**self.shift
+
+    def _row_by_row(self, weight: Tensor) -> Tensor:
+        assert self.scales is not None
+        return self.scales.view(-1, *(1,) * (weight.ndim - 1))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         key = prefix + "exponent"
@@ -156,6 +191,16 @@ class Clustered(nn.Module, ABC):
     def initial_centroids(self, W: Tensor) -> Tensor:
         """`(n, d) -> (k, d)`: where the centroids start."""
         return init_centroids(W, 2**self.bits, init=self.options.init, seed=self.options.seed)
+
+    def first_clustering(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the centroids start, and the squared error per weight, of the scaled weight; for each group."""
+        if self.spec.group is None:
+            W = to_vectors(weight, self.dim)
+            C = self.initial_centroids(W)
+            return C, squared_error(W, C)
+        start = dict(init=self.options.init, seed=self.options.seed)
+        C = init_group_centroids(weight, 2**self.bits, self.grouping, **start)  # type: ignore[arg-type]
+        return C, squared_errors(weight, C, self.grouping)
 
     def temperature(self, step: Tensor) -> Tensor | float | None:
         """tau after `step` changes of the weight: a number or a () tensor; None for a method without temperature."""
@@ -200,7 +245,7 @@ class Clustered(nn.Module, ABC):
         now = self.moment(weight)
         W_tilde, C, iterations = self.cluster(self.scaled(weight), now.start, now.step)
         self.advance(C, now, iterations)
-        return self.unscaled(W_tilde)
+        return self.unscaled(W_tilde).to(weight.dtype)
 
     def moment(self, weight: Tensor, add_up: Callable[[Tensor], Tensor] | None = None, first: int = 0) -> Moment:
         """Where the training of this weight is.  Changes nothing.
@@ -230,21 +275,34 @@ class Clustered(nn.Module, ABC):
 
     @torch.no_grad()
     def codes(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The centroids in the precision of the file, `(k, dim)`, and each vector's index, `(n,)` int64.
+        """The centroids in the precision of the file, shaped like C, and each vector's index, `(n,)` int64.
 
-        The centroids are those of the scaled weight: times 2^shift they are the weight's own.
+        The centroids are those of the scaled weight; `decode` makes the weight of them.  Where there are groups, the
+        indices are those of the vectors that count, group after group.
         """
-        weight, C = whole(weight), self.C.to(stored_dtype(weight.dtype))
-        return C, assign(to_vectors(self.scaled(weight), self.dim), C)
+        weight = whole(weight)
+        C = self.C.to(torch.float8_e4m3fn if self.spec.float8 else stored_dtype(weight.dtype))
+        if self.spec.group is None:
+            return C, assign(to_vectors(self.scaled(weight), self.dim), C.to(self.C.dtype))
+        codes = assign_groups(self.grouping.split(self.scaled(weight)), C.to(self.C.dtype))
+        return C, codes.view(-1) if self.grouping.all_count else codes[self.grouping.counted(codes.device)]
+
+    def stored_scales(self) -> Tensor | None:
+        """The scales of the rows as the file holds them, in 16 bits; None where there are none."""
+        return None if self.scales is None else self.scales.half()
 
     @torch.no_grad()
     def snapped(self, weight: Tensor) -> Tensor:
         """The weight with every vector replaced by its nearest centroid, and by NaN where the weight is not finite."""
-        C, codes = self.codes(weight)
-        finite = to_vectors(weight, self.dim).isfinite().all(1, keepdim=True)
+        weight, (C, codes) = whole(weight), self.codes(weight)
+        if self.spec.group is not None:
+            codes = codes + 2**self.bits * self.grouping.group_of_codes(codes.device)
+        values = self.grouping.place(C.to(self.C.dtype).view(-1, self.dim)[codes]).view(weight.shape)
+        scales = None if self.scales is None else self._row_by_row(weight)
         # A diverged weight must show: it has a nearest centroid, but that is not what it is.
-        vectors = torch.where(finite, self.unscaled(C[codes].to(weight.dtype)), torch.nan)
-        return from_vectors(vectors, weight.shape)
+        finite = self.grouping.split(weight.isfinite()).all(2, keepdim=True).expand(-1, -1, self.dim)
+        finite = self.grouping.join(finite).view(weight.shape)
+        return torch.where(finite, products(values, scales, self.shift, weight.dtype), torch.nan)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Clustered":
         # model.half() and model.bfloat16() are for weights: centroids of 16 bit would not move any more.
@@ -273,7 +331,8 @@ class Clustered(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
-        return f"{self.bits}/{self.dim}, k={2**self.bits}"
+        groups = "" if self.spec.group is None else f" x {self.grouping.count}"
+        return f"{self.spec.label}, k={2**self.bits}{groups}"
 
 
 class Chain(ParametrizationList):
@@ -359,3 +418,13 @@ def squared_error(W: Tensor, C: Tensor) -> Tensor:
     W = W[:: max(1, len(W) >> 18)].to(C.dtype)
     error = (W - C[assign(W, C)]).square().mean()
     return torch.maximum(error, 1e-6 * W.square().mean()).clamp(min=1e-30)
+
+
+def squared_errors(weight: Tensor, C: Tensor, grouping: Grouping) -> Tensor:
+    """`(groups,)`: `squared_error` of each group, but over all of its weights."""
+    V, counted = grouping.split(weight.to(C.dtype)), grouping.counted(weight.device)
+    near = C.gather(1, assign_groups(V, C)[:, :, None].expand(-1, -1, grouping.dim))
+    weights = (counted.sum(1) * grouping.dim).to(C.dtype)
+    # the zeros that fill up a vector count as weights, as in `squared_error`
+    error = ((V - near).square() * counted[:, :, None]).sum((1, 2)) / weights
+    return torch.maximum(error, 1e-6 * V.square().sum((1, 2)) / weights).clamp(min=1e-30)

@@ -48,12 +48,12 @@ class Tempered(Clustered):
             self.log_multiple = nn.Parameter(hot, requires_grad=weight.requires_grad)
 
     def temperature(self, step: Tensor) -> Tensor | float:
-        """tau after `step` changes of the weight, for the scaled weight: a number, or a () tensor."""
+        """tau after `step` steps, for the scaled weight: a number, or a tensor of the shape of the unit."""
         if self.schedule is not None:
             assert self.steps is not None
             return self.unit * self.schedule((step / self.steps).clamp(max=1))
         if self.options.tau == "learn":
-            return (self.unit * whole(self.log_multiple).exp()).view(())
+            return (self.unit * whole(self.log_multiple).exp()).view(self.unit.shape)
         assert isinstance(self.options.tau, int | float)
         tau = self.options.tau * 2.0 ** (-self.shift * self.tau_power)
         return min(max(tau, 1e-37), 1e37)  # what float32 can divide by

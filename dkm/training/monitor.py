@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from ..clustering.vectors import from_vectors
 from ..foundation import jsonl as lines
 from ..modelling.clustered import Clustered
 from ..modelling.dtensors import reshard, whole
@@ -91,23 +90,25 @@ class monitor:
         frozen, weight = not weight.requires_grad, whole(weight)
         now = clustered.moment(weight)
         tau = clustered.temperature(now.step)
-        C, codes = clustered.codes(weight)
+        codes, snapped = clustered.codes(weight)[1], clustered.scaled(clustered.snapped(weight))
         weight = clustered.scaled(weight)
-        snapped = from_vectors(C[codes].to(weight.dtype), weight.shape)
         # a frozen weight is snapped in training, too
         W_tilde = snapped if frozen else clustered.cluster(weight, now.start, now.step).W_tilde
-        counts = torch.bincount(codes, minlength=len(C))
-        share = counts / len(codes)
+        k, grouping = 2**clustered.bits, clustered.grouping
+        of_all = codes + k * grouping.group_of_codes(codes.device)
+        counts = torch.bincount(of_all, minlength=k * grouping.count).view(-1, k)
+        share = counts / counts.sum(1, keepdim=True)
+        entropy = -torch.special.xlogy(share, share).sum(1) / math.log(2)
         codes = codes.to(torch.uint8 if clustered.bits <= 8 else torch.int16)
         last, self._codes[name] = self._codes.get(name), codes
         numbers = (
             clustered.iterations,
-            torch.as_tensor(math.nan if tau is None else tau),
+            torch.as_tensor(math.nan if tau is None else tau).mean(),
             (W_tilde.float() - snapped.float()).square().sum(),
             W_tilde.float().square().sum(),
             torch.tensor(math.nan) if last is None else (codes != last.to(codes.device)).sum(),
             (counts == 0).sum(),
-            -torch.special.xlogy(share, share).sum() / math.log(2),
+            (entropy * counts.sum(1)).sum() / len(codes),
         )
         return torch.stack([number.to(weight.device, torch.float32) for number in numbers])
 
@@ -134,7 +135,7 @@ def _summary(targets: list[tuple[Owned, Clustered]], rows: list[list[float]]) ->
     squares, norms, changes, vectors = 0.0, 0.0, 0.0, 0
     for (owned, clustered), row in zip(targets, rows, strict=True):
         iterations, tau, square, norm, changed, dead, entropy = row
-        bits, n = clustered.bits, -(-owned.tensor.numel() // clustered.dim)
+        bits, n = clustered.bits, clustered.grouping.codes
         tensors[owned.name] = dict(
             iterations=int(iterations),
             tau=_finite(tau),

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from ...clustering.vectors import to_vectors
+from ...modelling.clustered import Clustered
 from ...modelling.parameters import parameters
 from ...training.batchnorm import recalibrate_
 from ..run_folder import HistogramRecord
@@ -102,13 +103,16 @@ def read_train_time_weights(model: nn.Module) -> None:
 
 
 def histograms(model: nn.Module, step: int) -> list[HistogramRecord]:
-    """The first, the largest and the last clustered tensor: their weights, or the first weight of each vector."""
+    """The first, the largest and the last clustered tensor: their weights, or the first weight of each vector.
+
+    Weights whose rows have scales are divided by them.
+    """
     targets = [(owned, owned.clustered) for owned in parameters(model) if owned.clustered is not None]
     largest = max(targets, key=lambda target: target[0].tensor.numel())
     chosen = {owned.name: (owned, clustered) for owned, clustered in (targets[0], largest, targets[-1])}
     records = []
     for name, (owned, clustered) in chosen.items():
-        values = to_vectors(owned.tensor.detach(), clustered.dim)[:, 0].float().cpu()
+        values = to_vectors(clustered.scaled(owned.tensor.detach()), clustered.dim)[:, 0].float().cpu()
         counts, edges = torch.histogram(values, BINS)
         record = HistogramRecord(
             kind="histogram",
@@ -116,10 +120,16 @@ def histograms(model: nn.Module, step: int) -> list[HistogramRecord]:
             name=name,
             edges=edges.tolist(),
             counts=counts.int().tolist(),
-            centroids=clustered.C.detach()[:, 0].float().tolist(),
+            centroids=_shown_centroids(clustered),
         )
         records.append(record)
     return records
+
+
+def _shown_centroids(clustered: Clustered) -> list[float]:
+    """The first value of each centroid; of many groups, the means over the groups, from the smallest to the largest."""
+    first = clustered.C.detach()[..., 0].float()
+    return (first if clustered.spec.group is None else first.sort(dim=1).values.mean(0)).tolist()
 
 
 class _BatchNormStatistics:

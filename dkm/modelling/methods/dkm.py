@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ...clustering.cluster import Clustering, advance, can_advance, run
+from ...clustering.grouped import cluster_groups
 from ...clustering.kernels.backend import State
 from ...clustering.options import DKMOptions, StartOptions
 from ...clustering.temperature import law
@@ -23,6 +24,7 @@ class DKMClustered(Tempered):
     """
 
     Options: ClassVar[type[StartOptions]] = DKMOptions
+    clusters_groups: ClassVar[bool] = True
     options: DKMOptions
     loop: DKMOptions
 
@@ -32,12 +34,16 @@ class DKMClustered(Tempered):
 
     def cluster(self, weight: Tensor, start: Tensor, step: Tensor) -> Clustering:
         """The clustering of the scaled weight from the centroids `start`, at the moment `step`.  Changes nothing."""
-        return run(weight, start, self.temperature(step), self.loop)
+        if self.spec.group is None:
+            return run(weight, start, self.temperature(step), self.loop)
+        W_tilde, C, iterations = cluster_groups(weight, start, self.temperature(step), self.grouping, self.loop)
+        return Clustering(W_tilde, C, iterations.amax())
 
     def soft(self, weight: Tensor) -> Tensor:
         """W~, with gradient; in one launch where there is a kernel for it."""
         followed = law(self.options.tau if self.schedule is None else self.schedule, self.steps)
-        if followed is None or self.shift or not can_advance(weight, self.C, self.options.impl):
+        alone = self.shift or self.spec.scaled or self.spec.group is not None  # what the kernel does not know
+        if followed is None or alone or not can_advance(weight, self.C, self.options.impl):
             return super().soft(weight)
         clock = self.clock.on(self.step.device)
         state = State(self.C, self.start, self.seen, self.step, clock, self.unit, followed, in_backward())
@@ -51,5 +57,10 @@ class DKMClustered(Tempered):
 
     def shard(self, original: Any) -> None:
         """FSDP2 has split the weight: from now on each rank clusters its own rows."""
+        if self.spec.scaled or self.spec.group is not None:
+            raise NotImplementedError(
+                f"{self.spec.label}: scales and groups cannot be sharded with fully_shard yet; use "
+                "DistributedDataParallel, or plain bits/dim"
+            )
         self.sharded = self.sharded or Sharded(self)
         self.sharded.adopt(original)

@@ -8,6 +8,7 @@ from torch.nn.utils import parametrize
 
 from .clustering.options import DKMOptions, shows_options
 from .clustering.precision import check_bits_dim, check_dtype, check_weight, rounded
+from .clustering.spec import Spec
 from .modelling.attach import attach, detach
 from .modelling.clock import Clock
 from .modelling.dtensors import is_sharded, reshard
@@ -57,14 +58,16 @@ def _targets(walk: list[Owned], plan: Plan) -> list[tuple[Owned, int, int]]:
     by_name = {owned.name: owned for owned in walk}
     targets = []
     for row in plan.rows:
-        if row.bits is None:
+        if row.spec is None:
             continue
+        if row.spec != Spec(row.spec.bits, row.spec.dim):
+            raise ValueError(f"{row.name} is to be clustered as '{row.label}': compress_ knows no scales or groups yet")
         owned = by_name.get(row.name)
         if owned is None or tuple(owned.tensor.shape) != row.shape:
             raise ValueError(f"the plan was made for another model: it has no {row.name} of shape {row.shape}")
         if isinstance(owned.owners[0][0], parametrize.ParametrizationList):
             raise ValueError(f"{row.name} is parametrized already: remove that parametrization first, or keep it")
-        targets.append((owned, row.bits, row.dim))
+        targets.append((owned, row.spec.bits, row.spec.dim))
     for owned, _, _ in targets:
         _check(owned.tensor, owned.name)
     return targets

@@ -144,8 +144,8 @@ def _spread(u: Tensor, valid: Tensor, counts: Tensor, k: int) -> Tensor:
         if i % LOOK == 0:
             if not bool(((moved != C) | (count == 0)).any()):
                 break
-            codes = torch.searchsorted(((moved[:, 1:] + moved[:, :-1]) / 2).contiguous(), u)
-            error = (u - moved.gather(1, codes)).abs().masked_fill(~valid, -1.0)
+            _, error = nearest_of_group(u[..., None], moved[..., None])
+            error = error.masked_fill(~valid, -1.0)
             moved = _refill(u[..., None], moved[..., None], error, count == 0)[..., 0].sort(1).values
         C = moved
     return C
@@ -209,7 +209,7 @@ def _kmeans(V: Tensor, counted: Tensor, k: int, generator: torch.Generator) -> T
     C = _plus_plus(V, counted, k, generator)
     integers, unit = _integers(V)
     for _ in range(15 if k <= 1024 else 5):
-        codes, error = _nearest(V, C)
+        codes, error = nearest_of_group(V, C)
         cells = (codes + k * torch.arange(len(C), device=V.device)[:, None])[counted]
         count = torch.bincount(cells, minlength=len(C) * k).view(len(C), k, 1)
         sums = torch.zeros(len(C) * k, V.shape[2], dtype=torch.int64, device=V.device)
@@ -222,8 +222,14 @@ def _kmeans(V: Tensor, counted: Tensor, k: int, generator: torch.Generator) -> T
     return moved + center
 
 
-def _nearest(V: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+def nearest_of_group(V: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     """`(g, n, d), (g, k, d)` -> the index of each vector's nearest centroid, and the squared distance: `(g, n)`."""
+    if C.shape[2] == 1:
+        # by bisection between sorted centroids: exact, and O(n log k)
+        levels, order = C[..., 0].sort(dim=1, stable=True)
+        edges = ((levels[:, 1:] + levels[:, :-1]) / 2).contiguous()
+        codes = order.gather(1, torch.searchsorted(edges, V[..., 0].contiguous()))
+        return codes, (V - _take(C, codes)).square().sum(2)
     offsets = -C.square().sum(2)[:, None] / 2
     rows = max(1, BLOCK // (C.shape[0] * C.shape[1]))
     with torch.autocast(V.device.type, enabled=False):

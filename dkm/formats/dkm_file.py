@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..clustering.decode import decode as decode_codes
-from ..clustering.spec import Spec
 from ..foundation.atomic import write_atomically
 from ..foundation.errors import FileError
 from ..foundation.text import shown
@@ -81,23 +80,6 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Modu
 
 
 @dataclass(frozen=True)
-class SizedRow(Row):
-    """A row that counts and shows groups and scales; until Row itself has a spec."""
-
-    spec: Spec | None = None
-
-    @property
-    def label(self) -> str:
-        """The spec as plans write it, or `keep`."""
-        return super().label if self.spec is None else self.spec.label
-
-    @property
-    def stored_bits(self) -> int:
-        """Codes, centroids and scales, or 16 bit per value: the paper's count."""
-        return super().stored_bits if self.spec is None else self.spec.stored_bits(self.shape)
-
-
-@dataclass(frozen=True)
 class Size(Plan):
     """A compressed model's size: the plan's rows and figures, and the file's own bytes."""
 
@@ -119,16 +101,14 @@ def size(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> Size:
         tensor, clustered = owned.tensor, owned.clustered
         spec = None if clustered is None else clustered.spec
         rows.append(
-            SizedRow(
+            Row(
                 name=owned.name,
                 shape=tuple(tensor.shape),
                 kind="",
-                bits=None if spec is None else spec.bits,
-                dim=1 if spec is None else spec.dim,
+                spec=spec,
                 reason="kept" if spec is None else "clustered",
                 aliases=owned.aliases,
                 width=kept_width(tensor),
-                spec=spec,
             )
         )
     data = encode(model, dtype, walk)

@@ -1,30 +1,35 @@
 """The language of plans: text -> entries.  No tensors, no model.
 
-A plan is entries `selector:bits/dim` or `selector:keep`, separated by commas; later entries win.  `/dim`
-defaults to 1.  A selector that holds a comma, a colon, a quotation mark or a space at its ends is written as a JSON
-string, in double quotes.  A size is text such as "1.0MB".
+A plan is entries `selector:spec` or `selector:keep`, separated by commas; later entries win.  A spec says how a tensor
+is clustered: `bits[/dim] [scaled] [per GROUP] [e4m3]`, where a group is `row`, `8 rows`, `8x64` (a tile of 8 rows and
+64 columns) or `4096` (so many consecutive weights).  `/dim` defaults to 1.  A selector that holds a comma, a colon, a
+quotation mark or a space at its ends is written as a JSON string, in double quotes.  A size is text such as "1.0MB".
 """
 
+import difflib
 import json
 import math
 import re
 from dataclasses import dataclass
 
+from ..clustering.groups import Group
 from ..clustering.precision import MAX_BITS
+from ..clustering.spec import Spec
 from ..foundation.errors import PlanError
 
 UNITS = {"": 1, "b": 1} | {
     f"{letter}{b}": 2**n for letter, n in zip("kmg", (10, 20, 30), strict=True) for b in ("b", "ib")
 }
 
+WORDS_OF_A_SPEC = ("scaled", "per", "e4m3")  # after the bits, in any order
+
 
 @dataclass(frozen=True)
 class Entry:
-    """One `selector:bits/dim` of a plan's text; bits None is `keep`."""
+    """One `selector:spec` of a plan's text; spec None is `keep`."""
 
     selector: str
-    bits: int | None
-    dim: int
+    spec: Spec | None
 
 
 def parse(text: str | None) -> list[Entry]:
@@ -67,16 +72,53 @@ def _parse_entry(part: str, text: str) -> Entry:
             raise PlanError(f"{selector} in plan '{text}' is not a name in double quotes") from None
     if not part or not colon or not selector or not spec:
         raise PlanError(f"'{part}' in plan '{text}' is not 'selector:bits/dim' or 'selector:keep'")
-    if spec == "keep":
-        return Entry(selector, None, 1)
-    bits, slash, dim = (piece.strip() for piece in spec.partition("/"))
+    return Entry(selector, None if spec == "keep" else parse_spec(spec, f"plan '{text}'"))
+
+
+def parse_spec(text: str, place: str) -> Spec:
+    """`3/1 scaled per 8x64 e4m3` -> Spec, the inverse of `Spec.label`; `place` says in errors where the text is."""
+
+    def wrong(sentence: str) -> PlanError:
+        return PlanError(f"'{text}' in {place}{sentence}")
+
+    head, *words = re.sub(r"\s*/\s*", "/", text).split() or [""]
+    bits, slash, dim = head.partition("/")
     if not _is_number(bits) or (slash and not _is_number(dim)):
-        raise PlanError(f"'{spec}' in plan '{text}' is not 'bits', 'bits/dim' or 'keep'")
+        raise wrong(" is not 'keep', and does not begin with 'bits' or 'bits/dim'")
     if not 1 <= int(bits) <= MAX_BITS:
-        raise PlanError(f"'{spec}' in plan '{text}': bits must be from 1 to {MAX_BITS}, got {int(bits)}")
+        raise wrong(f": bits must be from 1 to {MAX_BITS}, got {int(bits)}")
     if slash and int(dim) < 1:
-        raise PlanError(f"'{spec}' in plan '{text}': dim must be at least 1, got {int(dim)}")
-    return Entry(selector, int(bits), int(dim) if slash else 1)
+        raise wrong(f": dim must be at least 1, got {int(dim)}")
+    said: dict[str, list[str]] = {}  # each word, and what follows `per`
+    for word in words:
+        if word in said:
+            raise wrong(f" says '{word}' twice")
+        if word in WORDS_OF_A_SPEC:
+            said[word] = []
+        elif list(said)[-1:] == ["per"]:
+            said["per"].append(word)
+        else:
+            close = difflib.get_close_matches(word, [*WORDS_OF_A_SPEC, "row"], n=1)
+            hint = f"did you mean '{close[0].replace('row', 'per row')}'? " if close else ""
+            raise wrong(f": unknown word '{word}'. {hint}After the bits come 'scaled', 'per GROUP' or 'e4m3'")
+    group = None
+    if "per" in said:
+        group = _group(" ".join(said["per"]))
+        if group is None:
+            given = f"not '{' '.join(said['per'])}'" if said["per"] else "not nothing"
+            raise wrong(f": after 'per' comes 'row', '8 rows', '8x64' or '4096', with numbers of at least 1, {given}")
+    return Spec(int(bits), int(dim or 1), scaled="scaled" in said, group=group, float8="e4m3" in said)
+
+
+def _group(text: str) -> Group | None:
+    """The group that a text means; None where it means none."""
+    if text == "row":
+        return Group(1)
+    found = re.fullmatch(r"(?:(\d+) rows|(\d+) ?x ?(\d+)|(\d+))", text)
+    if found is None or not all(_is_number(size) and int(size) for size in found.groups() if size is not None):
+        return None
+    rows, tile_rows, tile_columns, weights = (None if size is None else int(size) for size in found.groups())
+    return Group(rows or tile_rows, tile_columns or weights)
 
 
 def _is_number(text: str) -> bool:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..clustering.spec import Spec
 from ..foundation.text import table as text_table
 from .language import quoted
 
 MEGABYTE = 2**20
+LEAST_ROOM = 28  # of the table's columns, for names and reasons together
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,7 @@ class Row:
     name: str
     shape: tuple[int, ...]
     kind: str  # cv, lin, rnn or emb, which words select; bare, which must be named; "" for what is never clustered
-    bits: int | None  # None: kept as it is
-    dim: int
+    spec: Spec | None  # how it is clustered; None: kept as it is
     reason: str
     aliases: tuple[str, ...] = ()  # other names of the same tensor
     width: int = 16  # bits per value where the tensor is kept
@@ -32,9 +33,27 @@ class Row:
         return math.prod(self.shape)
 
     @property
+    def bits(self) -> int | None:
+        """Of a code; None where the tensor is kept."""
+        return None if self.spec is None else self.spec.bits
+
+    @property
+    def dim(self) -> int:
+        """How many weights a vector has; 1 where the tensor is kept."""
+        return 1 if self.spec is None else self.spec.dim
+
+    @property
     def label(self) -> str:
-        """`4/2` for 4 bits and vectors of 2, or `keep`."""
-        return "keep" if self.bits is None else f"{self.bits}/{self.dim}"
+        """`4/2` for 4 bits and vectors of 2, `3/1 scaled per 8x64`, or `keep`."""
+        return "keep" if self.spec is None else self.spec.label
+
+    @property
+    def centroids(self) -> str:
+        """How many there are, `16`, or `8 x 96` for 8 in each of 96 groups; empty where the tensor is kept."""
+        if self.spec is None:
+            return ""
+        groups = "" if self.spec.group is None else f" x {self.spec.grouping(self.shape).count}"
+        return f"{2**self.spec.bits}{groups}"
 
     @property
     def why(self) -> str:
@@ -48,10 +67,8 @@ class Row:
 
     @property
     def stored_bits(self) -> int:
-        """Codes and centroids, or 16 bit per value: the paper's count."""
-        if self.bits is None:
-            return self.parameters * self.width
-        return -(-self.parameters // self.dim) * self.bits + 2**self.bits * self.dim * 16
+        """Codes, centroids and scales, or 16 bit per value: the paper's count."""
+        return self.parameters * self.width if self.spec is None else self.spec.stored_bits(self.shape)
 
 
 @dataclass(frozen=True)
@@ -68,7 +85,7 @@ class Plan:
     @property
     def clustered(self) -> tuple[Row, ...]:
         """The rows of the tensors that are clustered."""
-        return tuple(row for row in self.rows if row.bits is not None)
+        return tuple(row for row in self.rows if row.spec is not None)
 
     @property
     def text(self) -> str:
@@ -77,7 +94,7 @@ class Plan:
 
     @property
     def megabytes(self) -> float:
-        """The paper's count: 2^20 bytes; codes, 16-bit centroids and other parameters; no running statistics."""
+        """The paper's count: 2^20 bytes; codes, centroids, scales and other parameters; no running statistics."""
         return sum(row.stored_bits for row in self.rows) / 8 / MEGABYTE
 
     @property
@@ -87,9 +104,9 @@ class Plan:
 
     @property
     def bits_per_weight(self) -> float:
-        """The codes of the clustered tensors over their weights."""
-        codes = sum(-(-row.parameters // row.dim) * (row.bits or 0) for row in self.clustered)
-        return codes / max(1, sum(row.parameters for row in self.clustered))
+        """Codes, centroids and scales of the clustered tensors over their weights."""
+        stored = sum(row.stored_bits for row in self.clustered)
+        return stored / max(1, sum(row.parameters for row in self.clustered))
 
     @property
     def ratio(self) -> float:
@@ -115,10 +132,18 @@ class Plan:
         return self.table(shutil.get_terminal_size((100, 24)).columns) + "\n" + self.summary()
 
     def table(self, columns: int, rows: Sequence[Row] | None = None) -> str:
-        """All rows, or these, as text of at most so many columns."""
+        """All rows, or these, as text of at most so many columns.
+
+        Where names and reasons would have too little room, columns that follow from the others are left out.
+        """
         shown = self.rows if rows is None else rows
-        lines = [[column.title for column in COLUMNS], *([column.cell(row) for column in COLUMNS] for row in shown)]
-        return text_table(lines, "".join(column.align for column in COLUMNS), columns, shrink_last=True)
+        table = [[column.title, *(column.cell(row) for row in shown)] for column in COLUMNS]
+        aligns = [column.align for column in COLUMNS]
+        for title in ("params", "k"):
+            if columns - sum(1 + max(map(len, cells)) for cells in table[1:-1]) < LEAST_ROOM:
+                at = next(i for i, cells in enumerate(table) if cells[0] == title)
+                del table[at], aligns[at]
+        return text_table(list(zip(*table, strict=True)), "".join(aligns), columns, shrink_last=True)
 
 
 class Column(NamedTuple):
@@ -134,7 +159,7 @@ COLUMNS = (
     Column("shape", "<", lambda row: "x".join(map(str, row.shape)) or "()"),
     Column("params", ">", lambda row: f"{row.parameters:,}"),
     Column("b/d", ">", lambda row: row.label),
-    Column("k", ">", lambda row: "" if row.bits is None else str(2**row.bits)),
+    Column("k", ">", lambda row: row.centroids),
     Column("bytes", ">", lambda row: f"{row.stored_bytes:,}"),
     Column("why", "<", lambda row: row.why + (f", also {', '.join(row.aliases)}" if row.aliases else "")),
 )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ..clustering.precision import table_is_absurd
+from ..clustering.spec import Spec
 from ..foundation.errors import PlanError
 from ..modelling.parameters import Owned
 from .language import Entry, parse
@@ -46,16 +46,18 @@ def apply(walk: list[Owned], text: str | None) -> tuple[list[Row], set[int]]:
 
 
 def _decide(row: Row, entry: Entry) -> Row:
-    if entry.bits is None:
-        return replace(row, bits=None, dim=1, reason=f"{entry.selector}:keep")
+    if entry.spec is None:
+        return replace(row, spec=None, reason=f"{entry.selector}:keep")
     if entry.selector in WORDS_FOR_A_KIND and row.parameters < SMALL:
-        return replace(row, bits=8, dim=1, reason=f"{entry.selector}, under {SMALL:,}")
-    if table_is_absurd(entry.bits, entry.dim, row.parameters):
+        return replace(row, spec=Spec(8), reason=f"{entry.selector}, under {SMALL:,}")
+    found = replace(row, spec=entry.spec, reason=entry.selector)
+    if entry.spec.is_absurd(row.shape):
+        advice = "a smaller dim" if entry.spec.group is None else "larger groups, fewer bits or a smaller dim"
         raise PlanError(
-            f"'{entry.selector}:{entry.bits}/{entry.dim}' selects {row.name}, which has only {row.parameters:,} "
-            "weights: choose a smaller dim"
+            f"'{entry.selector}:{entry.spec.label}' selects {row.name}, which has only {row.parameters:,} weights for "
+            f"{found.centroids} centroids of {entry.spec.dim:,} values: choose {advice}"
         )
-    return replace(row, bits=entry.bits, dim=entry.dim, reason=entry.selector)
+    return found
 
 
 def _select(selector: str, rows: list[Row], text: str) -> list[int]:
@@ -104,8 +106,7 @@ def survey(walk: list[Owned]) -> list[Row]:
                 name=name,
                 shape=tuple(tensor.shape),
                 kind=kind,
-                bits=None,
-                dim=1,
+                spec=None,
                 reason=reason,
                 aliases=owned.aliases,
                 width=kept_width(tensor),

@@ -1,7 +1,7 @@
-"""Choose bits and dim for every tensor within a budget of bytes, by what clustering each of them costs the loss.
+"""Choose how every tensor is clustered within a budget of bytes, by what clustering each of them costs the loss.
 
-1  Every tensor is clustered by k-means at every candidate, a pair of bits and dim.  A candidate is dropped if another
-   one is both smaller and closer to the weights.
+1  Every tensor is clustered by k-means at every candidate, a spec: bits, dim, scales, groups.  A candidate is dropped
+   if another one is both smaller and closer to the weights.
 2  The cost of a candidate is the loss with this tensor alone replaced by its nearest centroids, minus the loss of
    the uncompressed model.  A few candidates are measured; between them the cost is taken as linear in the squared
    error, which is what the second-order expansion of the loss says.
@@ -21,14 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..clustering.assign import assign
-from ..clustering.initialize import init_centroids
-from ..clustering.precision import check_bits_dim, check_weight, rounded, stored_dtype
-from ..clustering.vectors import from_vectors, to_vectors
+from ..clustering.precision import check_weight, rounded
+from ..clustering.snapping import kmeans_groups, row_scales, snapped_values
+from ..clustering.spec import Spec
 from ..foundation.errors import PlanError
 from ..modelling.parameters import parameters
 from .knapsack import knapsack
-from .language import parse_size
+from .language import parse_size, parse_spec
 from .rows import Plan, Row
 from .selection import KINDS, apply, survey
 
@@ -44,6 +43,7 @@ CANDIDATES = (
 WORST = 1e9  # the cost of a loss that is not finite
 
 Loss = Callable[[nn.Module], Any]
+AsCandidate = tuple[int, int] | str | Spec
 Combination = Sequence["Candidate | None"]  # one per tensor; None: as it was
 
 
@@ -52,16 +52,16 @@ class Candidate:
     """A tensor clustered in one way; `row` says in which, and how many bits it takes."""
 
     row: Row
-    C: Tensor | None  # the centroids, by k-means; None: the tensor is kept
+    C: Tensor | None  # (groups, k, d): the centroids, by k-means; None: the tensor is kept
+    scales: Tensor | None  # of the rows, where they are scaled
     error: float  # the sum of squares of what snapping changes
     cost: float | None = None  # by how much the loss rises, where that was measured
 
     def values(self, weight: Tensor) -> Tensor:
         """What the file would hold of the weight."""
-        if self.C is None:
+        if self.C is None or self.row.spec is None:
             return rounded(weight, torch.float16)
-        V = to_vectors(weight, self.row.dim)
-        return from_vectors(self.C[assign(V, self.C)], weight.shape)
+        return snapped_values(weight, self.C, self.row.spec, self.scales)
 
 
 def allocate(
@@ -70,7 +70,7 @@ def allocate(
     loss: Loss | None,
     *,
     text: str | None = None,
-    candidates: Sequence[tuple[int, int]] = CANDIDATES,
+    candidates: Sequence[AsCandidate] = CANDIDATES,
     rounds: int = 2,
     seed: int = 0,
 ) -> Plan:
@@ -81,7 +81,8 @@ def allocate(
         loss: `model -> number`, on a few batches, always the same ones; lower is better.  It is called without
             gradient, in evaluation mode, some 5 to 10 times per tensor.  `dkm.divergence(model, batches)` makes one.
         text: entries as in a plan; they decide about the tensors that they select, and the others are chosen.
-        candidates: pairs of bits and dim to choose from; keeping a tensor is always one more.
+        candidates: to choose from: pairs of bits and dim, texts as in a plan such as "2 scaled", or specs.  Keeping a
+            tensor is always one more.
         rounds: how often the choice is improved by measuring it as a whole; 0: never.
         seed: of the k-means, as in `compress_`.
 
@@ -93,17 +94,16 @@ def allocate(
             "a size needs loss=, a function model -> number to measure with; dkm.divergence(model, batches) makes one "
             f"without labels; got {loss!r}"
         )
-    for bits, dim in candidates:
-        check_bits_dim(bits, dim)
+    specs = [_spec(candidate) for candidate in candidates]
     walk = parameters(model)
     rows, selected = (survey(walk), set[int]()) if text is None else apply(walk, text)
     tensors = {owned.name: owned.tensor for owned in walk}
     # A tensor that the text clusters has one candidate: it is clustered while the others are measured.
-    options = {i: [row] for i, row in enumerate(rows) if i in selected and row.bits is not None}
+    options = {i: [row] for i, row in enumerate(rows) if i in selected and row.spec is not None}
     open_rows = [i for i, row in enumerate(rows) if i not in selected and row.kind in KINDS]
     if not open_rows:
         raise PlanError(f"plan '{text}' says what becomes of every tensor: there is nothing left to choose for a size")
-    options |= {i: _fitting(rows[i], candidates) for i in open_rows}
+    options |= {i: _fitting(rows[i], specs) for i in open_rows}
     for i in options:
         check_weight(tensors[rows[i].name], rows[i].name)
     rest = budget - sum(row.stored_bits for i, row in enumerate(rows) if i not in options)
@@ -118,14 +118,28 @@ def allocate(
     return Plan(tuple(rows))
 
 
-def _fitting(row: Row, candidates: Sequence[tuple[int, int]]) -> list[Row]:
+def _spec(candidate: AsCandidate) -> Spec:
+    if isinstance(candidate, Spec):
+        return candidate
+    if isinstance(candidate, str):
+        return parse_spec(candidate, "candidates")
+    if isinstance(candidate, tuple) and len(candidate) == 2:
+        return Spec(*candidate)
+    raise TypeError(f"a candidate is a pair of bits and dim, a text such as '2 scaled', or a Spec, got {candidate!r}")
+
+
+def _fitting(row: Row, specs: Sequence[Spec]) -> list[Row]:
     """The ways to cluster a row's tensor that make sense, from the smallest to the largest, and last the row kept.
 
-    A candidate makes sense if there are at least 4 vectors for each centroid and it takes less than the kept tensor.
+    A candidate makes sense if a group has at least 4 vectors for each centroid and it takes less than the kept tensor.
     """
-    ways = [replace(row, bits=b, dim=d) for b, d in set(candidates) if row.parameters >= 4 * d * 2**b]
+    ways = [replace(row, spec=spec) for spec in set(specs) if _is_enough(spec.grouping(row.shape).weights, spec)]
     ways = [way for way in ways if way.stored_bits < row.stored_bits]
-    return [*sorted(ways, key=lambda way: (way.stored_bits, way.bits or 0)), row]
+    return [*sorted(ways, key=lambda way: (way.stored_bits, way.bits or 0, way.label)), row]
+
+
+def _is_enough(weights: int, spec: Spec) -> bool:
+    return weights >= 4 * spec.dim * 2**spec.bits
 
 
 def _check_budget(size: int | str, budget: int, rest: int, rows: list[list[Row]]) -> None:
@@ -146,10 +160,10 @@ def _candidates(rows: list[Row], weight: Tensor, seed: int) -> list[Candidate]:
     one."""
     found: list[Candidate] = []
     for other in rows:
-        candidate = Candidate(other, None, 0.0, 0.0)
-        if other.bits is not None:
-            C = init_centroids(to_vectors(weight, other.dim), 2**other.bits, seed=seed)
-            candidate = Candidate(other, C.to(stored_dtype(weight.dtype)), 0.0)
+        candidate = Candidate(other, None, None, 0.0, 0.0)
+        if other.spec is not None:
+            scales = row_scales(weight) if other.spec.scaled else None
+            candidate = Candidate(other, kmeans_groups(weight, other.spec, seed), scales, 0.0)
             candidate.error = float((candidate.values(weight).double() - weight).square().sum())
         if not found or candidate.error < found[-1].error:
             found.append(candidate)

@@ -38,11 +38,33 @@ def test_megabytes_is_the_papers_count(layers):
     assert dkm.plan(model, text).megabytes == expected / (8 * 1024 * 1024)
 
 
-def test_bits_per_weight_counts_the_codes_of_clustered_tensors():
+def test_bits_per_weight_counts_everything_of_clustered_tensors():
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
-    assert dkm.plan(model, "0:4/4").bits_per_weight == 1.0  # 25 codes of 4 bits over 100 weights
-    assert dkm.plan(model, "0:4/4, 1:1").bits_per_weight == 1.0
+    first = 25 * 4 + 16 * 4 * 16  # 25 codes of 4 bits, 16 centroids of 4 values of 16 bits
+    assert dkm.plan(model, "0:4/4").bits_per_weight == first / 100
+    assert dkm.plan(model, "0:4/4, 1:1").bits_per_weight == (first + 100 + 2 * 16) / 200
     assert dkm.plan(model, "0:keep").bits_per_weight == 0
+
+
+COSTS = {  # of 96 x 128 weights, in bits: codes, centroids, scales
+    "2": 2 * 12_288 + 4 * 16,
+    "2 scaled": 2 * 12_288 + 4 * 16 + 96 * 16,
+    "2 per row": 2 * 12_288 + 96 * 4 * 16,
+    "2 per 8 rows": 2 * 12_288 + 12 * 4 * 16,
+    "3 per 8x64": 3 * 12_288 + 24 * 8 * 16,
+    "3 per 8x64 e4m3": 3 * 12_288 + 24 * 8 * 8,
+    "4/4 scaled per 4096": 4 * 3_072 + 3 * 16 * 4 * 16 + 96 * 16,
+    "2 per 1000": 2 * 12_288 + 13 * 4 * 16,
+    "2/2 per 1001": 2 * (12 * 501 + 138) + 13 * 4 * 2 * 16,  # 1001 weights are 501 vectors, and 276 remain
+}
+
+
+@pytest.mark.parametrize("spec", COSTS)
+def test_scales_and_all_codebooks_are_counted(spec: str):
+    plan = dkm.plan(nn.Linear(128, 96, bias=False), f"weight:{spec}")
+    assert plan.rows[0].stored_bits == COSTS[spec]
+    assert plan.bits_per_weight == COSTS[spec] / 12_288
+    assert dkm.plan(nn.Linear(128, 96, bias=False), plan.text).rows[0].spec == plan.rows[0].spec
 
 
 def test_ratio_is_to_float32():
@@ -102,6 +124,23 @@ def test_the_table_has_a_row_for_every_tensor(case, monkeypatch):
 def test_the_table_of_large_tensors_fits_80_columns():
     plan = dkm.plan(named(["encoder.blocks.0.weight"], (2048, 2048, 3, 3, 3)), "*:12/16")
     assert max(map(len, plan.table(80).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("spec", ["3 scaled per 8x64 e4m3", "2/4 scaled per 4096", "2 per row"])
+def test_the_table_of_groups_fits_80_columns_and_names_stay_apart(case: str, spec: str):
+    head, *lines = dkm.plan(named(NAMES[case]), f"all:{spec}").table(80).splitlines()
+    assert max(map(len, [head, *lines])) <= 80
+    assert len({line.split()[0] for line in lines}) == len(NAMES[case])
+    assert all(dkm.plan(nn.Linear(100, 100), f"all:{spec}")["weight"].label in line for line in lines)
+
+
+def test_columns_that_follow_from_others_give_way_to_names_and_reasons():
+    plan = dkm.plan(named(["encoder.blocks.0.weight"]), "*:3 per 8x64")
+    assert plan.table(120).splitlines()[0].split() == ["tensor", "shape", "params", "b/d", "k", "bytes", "why"]
+    assert "8 x 8192" in plan.table(120)
+    assert plan.table(70).splitlines()[0].split() == ["tensor", "shape", "b/d", "k", "bytes", "why"]
+    assert plan.table(60).splitlines()[0].split() == ["tensor", "shape", "b/d", "bytes", "why"]
 
 
 def test_the_table_says_what_a_tensor_costs():

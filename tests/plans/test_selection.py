@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import dkm
+from dkm.clustering.spec import Spec
+from dkm.plans.language import parse_spec
 
 FIT = {  # on resnet_like(): 0 and 2 are convolutions, 5 and 6 linear; 0 and 6 are small
     "cv:4/4": {"0.weight": (8, 1), "2.weight": (4, 4)},
@@ -89,6 +91,33 @@ def test_a_pattern_means_the_modules_below_too():
 def test_small_is_under_10_000(parameters, small):
     row = dkm.plan(nn.Linear(parameters, 1), "all:2/2")["weight"]
     assert (row.bits, row.dim) == ((8, 1) if small else (2, 2))
+
+
+@pytest.mark.parametrize("spec", ["2 scaled", "2 per row", "2 per 64 e4m3"])
+def test_small_tensors_have_neither_scales_nor_groups(spec: str):
+    plan = dkm.plan(nn.Sequential(nn.Linear(99, 99), nn.Linear(100, 100)), f"all:{spec}")
+    assert [plan[name].spec for name in ("0.weight", "1.weight")] == [Spec(8), parse_spec(spec, "a test")]
+
+
+ABSURD = {
+    "8 per 4": "256 x 262144 centroids of 1 values: choose larger groups, fewer bits or a smaller dim",
+    "12/64 scaled per row": "4096 x 1024 centroids of 64 values: choose larger groups, fewer bits or a smaller dim",
+    "12/5000": "4096 centroids of 5,000 values: choose a smaller dim",
+}
+
+
+@pytest.mark.parametrize("spec", ABSURD)
+def test_more_centroids_than_weights_are_refused(spec: str):
+    with torch.device("meta"):
+        model = nn.Linear(1024, 1024)
+    label = parse_spec(spec, "a test").label
+    with pytest.raises(dkm.PlanError) as caught:
+        dkm.plan(model, f"all:{spec}")
+    assert str(caught.value) == f"'all:{label}' selects weight, which has only 1,048,576 weights for {ABSURD[spec]}"
+
+
+def test_few_vectors_for_the_centroids_are_allowed():
+    assert dkm.plan(nn.Linear(64, 64), "weight:4 per 8")["weight"].why == "weight"
 
 
 def test_the_small_rule_is_in_the_reason():

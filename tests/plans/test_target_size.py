@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dkm
+from dkm.clustering.spec import Spec
+from dkm.plans.language import parse_spec
 from dkm.plans.target_size import allocate
 
 
@@ -254,6 +256,44 @@ def test_a_loss_that_is_nan_from_the_start(trained):
 def test_what_belongs_to_a_size_needs_one(trained, options: dict):
     with pytest.raises(TypeError, match=f"{list(options)[-1]} would choose a plan for a size: give size= too"):
         dkm.plan(trained, **options)
+
+
+SPECS = ["1 scaled", "2 scaled", (2, 1), Spec(3), "2 per 8 rows", "2 per 8x64 e4m3", "3 scaled per 1024", "4/4"]
+
+
+def test_candidates_with_scales_and_groups(trained, loss):
+    plan = dkm.plan(trained, size=5_000, loss=loss, candidates=SPECS)
+    assert 0.8 * 5_000 < plan.bytes <= 5_000
+    wanted = {spec if isinstance(spec, Spec) else parse_spec("{}/{}".format(*spec), "") for spec in SPECS[2:4]}
+    wanted |= {parse_spec(spec, "a test") for spec in SPECS if isinstance(spec, str)}
+    assert {row.spec for row in plan.clustered} <= wanted
+    assert dkm.plan(trained, plan.text).bytes == plan.bytes
+
+
+def test_scales_are_chosen_where_rows_differ_in_size():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
+    with torch.no_grad():
+        model[0].weight *= torch.logspace(-2, 0, 64)[:, None]
+    loss = dkm.divergence(model, [torch.randn(256, 64)])
+    plain, scaled = (
+        dkm.plan(model, size=3_000, loss=loss, candidates=[(b, 1) for b in (1, 2, 3)] + more)
+        for more in ([], [f"{b} scaled" for b in (1, 2, 3)])
+    )
+    assert scaled["0.weight"].spec.scaled
+    assert max(plain.bytes, scaled.bytes) <= 3_000
+
+
+@pytest.mark.parametrize("spec", ["2 skaled", "scaled", "2 per"])
+def test_a_candidate_that_is_no_spec(trained, loss, spec: str):
+    with pytest.raises(dkm.PlanError, match=f"'{spec}' in candidates"):
+        dkm.plan(trained, size=8_000, loss=loss, candidates=[spec])
+
+
+@pytest.mark.parametrize("candidate", [4, (4,), (4, 1, 1), None])
+def test_a_candidate_of_another_type(trained, loss, candidate):
+    with pytest.raises(TypeError, match="a candidate is a pair of bits and dim, a text such as '2 scaled', or a Spec"):
+        dkm.plan(trained, size=8_000, loss=loss, candidates=[candidate])
 
 
 @pytest.mark.parametrize("candidates", [[(0, 1)], [(13, 1)], [(4, 0)]])

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from .reader import Measured, Run
-from .words import percent_text, precision_text
+from .words import percent_text
 
 FOLD = 40  # rows; a longer table is folded away on the screen
 LONG = 200  # rows; a longer table is not printed on paper, where it would be many pages
@@ -48,7 +48,7 @@ def plan_table(run: Run) -> PlanTable | None:
     rows = []
     for row in run.rows:
         shape = row["shape"]
-        cells = ["×".join(map(str, shape)) or "–", f"{math.prod(shape):,}", precision_text(row), f"{row['bytes']:,}"]
+        cells = ["×".join(map(str, shape)) or "–", f"{math.prod(shape):,}", row["label"], f"{row['bytes']:,}"]
         cells += _measured_cells(measured.get(row["name"], Measured())) if measured else []
         rows.append(TableRow(row["name"], cells, row["reason"]))
     clustered = sum(row["bits"] is not None for row in run.rows)

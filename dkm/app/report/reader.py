@@ -287,13 +287,15 @@ def _log(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _row(row: PlanRow) -> PlanRow:
-    bits, dim = _amount(row.get("bits")), _amount(row.get("dim"))
+    found, dim = _amount(row.get("bits")), max(1, int(_amount(row.get("dim")) or 1))
+    bits = None if found is None or found > MOST_BITS else int(found)
     shape = [int(size) for size in map(_amount, _list(row.get("shape"))[:MOST_DIMENSIONS]) if size is not None]
     return PlanRow(
         name=str(row.get("name")),
         shape=shape,
-        bits=None if bits is None or bits > MOST_BITS else int(bits),
-        dim=max(1, int(dim or 1)),
+        bits=bits,
+        dim=dim,
+        label="keep" if bits is None else str(row.get("label") or f"{bits}/{dim}"),  # older runs have none
         reason=str(row.get("reason") or ""),
         bytes=int(_amount(row.get("bytes")) or 0),
     )

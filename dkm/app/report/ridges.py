@@ -8,7 +8,6 @@ from markupsafe import Markup
 from .axes import linear_axis, tick_text
 from .charts import RIGHT, TOP, WIDTH, Figure, Point, path_data, svg, svg_text
 from .reader import Histogram, Run
-from .words import precision_text
 
 MARGIN = 64  # on the left
 ROW = 52  # the height of one histogram
@@ -26,7 +25,7 @@ def weight_figures(run: Run) -> list[Figure]:
     figures = []
     for name, records in tensors.items():
         row = rows.get(name)
-        title = name if row is None else f"{name}, {precision_text(row)}"
+        title = name if row is None else f"{name}, {row['label']}"
         note = f"Of every {row['dim']} weights the first." if row is not None and row["dim"] > 1 else ""
         figures.append(ridges(records, lambda step: _moment(run, step), run.unit, title, note))
     return figures

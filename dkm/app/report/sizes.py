@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from ...foundation.text import size_text
 from ..run_folder import PlanRow
 from .reader import Run
-from .words import precision_text
 
 BARS = 16  # tensors with a bar of their own; the others share one
 LEAST_SHARE = 0.005  # of all bytes: a tensor that is not clustered needs this for a bar of its own
@@ -59,7 +58,7 @@ def sizes(run: Run) -> Sizes | None:
         look = "plain" if is_kept else "a"
         return Bar(name, precision, look, 100 * count / longest, size_text(count), 100 * count / total)
 
-    bars = [bar(row["name"], precision_text(row), row["bits"] is None, row["bytes"]) for row in shown]
+    bars = [bar(row["name"], row["label"], row["bits"] is None, row["bytes"]) for row in shown]
     if rest:
         bars.append(bar(f"{len(rest):,} smaller tensors", "", True, rest_bytes))
     return Sizes(_parts(run.rows, total), bars)

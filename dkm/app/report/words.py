@@ -1,16 +1,9 @@
 """Numbers as the report writes them, besides those of `dkm.foundation.text`."""
 
-from ..run_folder import PlanRow
-
 
 def percent_text(share: float) -> str:
     """0.0123 -> 1.23 %."""
     return f"{100 * share:.2f} %"
-
-
-def precision_text(row: PlanRow) -> str:
-    """How a tensor is clustered: 4/2 for 4 bits and vectors of 2, or keep."""
-    return "keep" if row["bits"] is None else f"{row['bits']}/{row['dim']}"
 
 
 def ratio_text(ratio: float) -> str:

@@ -20,6 +20,7 @@ class PlanRow(TypedDict):
     shape: list[int]
     bits: int | None  # None: the tensor is not clustered
     dim: int
+    label: str  # how the tensor is clustered, as a plan says it: 3/1 scaled per 8x64; or keep
     reason: str
     bytes: int  # as the paper counts
 
@@ -41,6 +42,7 @@ def plan_file(plan: Plan, text: str) -> PlanFile:
             shape=list(row.shape),
             bits=row.bits,
             dim=row.dim,
+            label=row.label,
             reason=row.why,
             bytes=row.stored_bytes,
         )

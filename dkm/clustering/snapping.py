@@ -1,0 +1,60 @@
+"""What a weight would become if it were snapped to k-means of its own: what a file would hold without training."""
+
+import torch
+from torch import Tensor
+
+from .initialize_groups import init_group_centroids, nearest_of_group
+from .precision import PLAIN_EXPONENTS, exponent_of, stored_dtype
+from .spec import Spec
+from .vectors import compute_dtype
+
+LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+def row_scales(weight: Tensor) -> Tensor:
+    """`(rows,)`: the root mean square of each index of the first axis, rounded to float16, in at least float32.
+
+    It is never zero: a row of zeros has 1, and others at least the smallest that float16 has.
+    """
+    rows = weight.detach().reshape(len(weight) if weight.ndim else 1, -1).double()
+    root = rows.square().mean(1).sqrt()
+    limits = torch.finfo(torch.float16)
+    scales = root.clamp(limits.smallest_normal * limits.eps, limits.max).to(torch.float16)
+    return torch.where(root > 0, scales, 1.0).to(compute_dtype(weight.dtype))
+
+
+def kmeans_groups(weight: Tensor, spec: Spec, seed: int = 0) -> Tensor:
+    """`(groups, k, d)`: the centroids of each group by k-means, with the precision that a file has, in at least
+    float32.  They belong to the weight divided by its `row_scales` where the spec says so.
+
+    16 bits hold them as they are for weights of an ordinary scale, and otherwise a power of two below; 8 bits hold them
+    always so, because E4M3 has few exponents.
+    """
+    X = _divided(weight, row_scales(weight) if spec.scaled else None)
+    C = init_group_centroids(X, 2**spec.bits, spec.grouping(weight.shape), seed=seed)
+    exponent = exponent_of(X)
+    if not spec.float8:
+        unit = 1.0 if exponent in PLAIN_EXPONENTS else 2.0**exponent
+        return (C / unit).to(stored_dtype(weight.dtype)).to(C.dtype) * unit
+    unit = 2.0**exponent
+    return (C / unit).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn).to(C.dtype) * unit
+
+
+def snapped_values(weight: Tensor, C: Tensor, spec: Spec, scales: Tensor | None = None) -> Tensor:
+    """The weight with every vector replaced by the nearest centroid of its group: C is `(groups, k, d)`, and belongs to
+    the weight divided by the `scales` of its rows, if there are any."""
+    grouping = spec.grouping(weight.shape)
+    codes, _ = nearest_of_group(grouping.split(_divided(weight, scales)), C)
+    V = C.gather(1, codes[..., None].expand(-1, -1, spec.dim))
+    values = grouping.join(V).view(weight.shape)
+    return (values if scales is None else values * _beside(scales, weight)).to(weight.dtype)
+
+
+def _divided(weight: Tensor, scales: Tensor | None) -> Tensor:
+    X = weight.detach().to(compute_dtype(weight.dtype))
+    return X if scales is None else X / _beside(scales, X)
+
+
+def _beside(scales: Tensor, weight: Tensor) -> Tensor:
+    """`(rows,)` in a shape that multiplies the rows of the weight."""
+    return scales.view(-1, *[1] * (weight.ndim - 1)) if weight.ndim else scales.view(())

@@ -71,7 +71,7 @@ def _line(name: str, entry: Entry, content: Packed) -> Line:
     scales = 0 if content.scales is None else len(content.scales.data)
     cells = (
         shown(name),
-        "x".join(map(str, entry.shape)),
+        "x".join(map(str, entry.shape)) or "()",
         content.spec.label,
         f"{k}" if content.group is None else f"{k} x {grouping.count}",
         f"{codes + centroids + scales:,}",

@@ -3,13 +3,10 @@
 300 cases; DKM_FUZZ=10000 makes it that many.
 """
 
-import hashlib
-import json
 import math
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,89 +16,17 @@ import pytest
 import safetensors.torch
 import strict_reader
 import torch
+from dkm_files import BLANK, empty_like, grouped
+from file_parts import File, Pairs, Raw, sealed, taken_apart
 from memory_limit import limited_memory
 from samples import SAMPLES
 from torch import nn
 
 import dkm
 from dkm.formats.contents import describe
-from dkm.formats.dkm_file import decode, encode
+from dkm.formats.dkm_file import decode, encode, encode_all
 
 CASES = int(os.environ.get("DKM_FUZZ", "300"))
-BLANK = "0" * 64
-
-
-# --- files as data that can be altered -----------------------------------------------------------
-
-
-class Pairs(list):
-    """A JSON object as (key, value) pairs: it may have a key twice."""
-
-
-class Raw(str):
-    """A piece of JSON as it shall be written."""
-
-
-def written(value: Any) -> str:
-    if isinstance(value, Raw):
-        return str(value)
-    if isinstance(value, Pairs):
-        return "{" + ",".join(f"{json.dumps(key)}:{written(item)}" for key, item in value) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(written, value)) + "]"
-    return json.dumps(value)
-
-
-@dataclass
-class File:
-    """A .dkm file in parts."""
-
-    meta: Pairs
-    tensors: Any
-    ties: Any
-    arrays: Pairs  # name -> Pairs
-    data: list[bytes]  # of the arrays
-
-    def lay_out(self) -> None:
-        """Make the offsets right."""
-        at = 0
-        for (_, entry), data in zip(self.arrays, self.data, strict=True):
-            for i, (key, _) in enumerate(entry):
-                if key == "data_offsets":
-                    entry[i] = (key, [at, at + len(data)])
-            at += len(data)
-
-    def to_bytes(self) -> bytes:
-        texts = {"tensors": written(self.tensors), "ties": written(self.ties)}
-        meta = Pairs((key, texts.get(key) if value is None else value) for key, value in self.meta)
-        header = written(Pairs([("__metadata__", meta), *self.arrays])).encode()
-        header += b" " * (-len(header) % 8)
-        return sealed(len(header).to_bytes(8, "little") + header + b"".join(self.data))
-
-
-def sealed(data: bytes) -> bytes:
-    """With the right checksum, where there is a place for it."""
-    place = f'"checksum":"{BLANK}"'.encode()
-    at = data.find(place)
-    if at < 0:
-        return data
-    at += len('"checksum":"')
-    return data[:at] + hashlib.sha256(data).hexdigest().encode() + data[at + 64 :]
-
-
-def as_pairs(value: Any) -> Any:
-    return Pairs((key, as_pairs(item)) for key, item in value.items()) if isinstance(value, dict) else value
-
-
-def taken_apart(data: bytes) -> File:
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    meta = header.pop("__metadata__")
-    tensors, ties = (as_pairs(json.loads(meta[key])) for key in ("tensors", "ties"))
-    spans = [entry["data_offsets"] for entry in header.values()]
-    pairs = Pairs(meta.items())
-    pairs = Pairs((key, {"tensors": None, "ties": None, "checksum": BLANK}.get(key, value)) for key, value in pairs)
-    return File(pairs, tensors, ties, as_pairs(header), [data[start + a : start + b] for a, b in spans])
 
 
 class Many(nn.Module):
@@ -123,18 +48,21 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
     "wide": (SAMPLES["layers"], torch.float32),
     "narrow": (narrow, torch.float8_e5m2),
 }
+NAMES = [*MODELS, "groups"]
 
 
 @cache
 def good(name: str) -> bytes:
     torch.manual_seed(0)
+    if name == "groups":
+        return encode_all(grouped())
     make, dtype = MODELS[name]
     return encode(make(), dtype)
 
 
 @cache
 def plain(name: str) -> nn.Module:
-    return dkm.snap_(MODELS[name][0]())
+    return empty_like(grouped()) if name == "groups" else dkm.snap_(MODELS[name][0]())
 
 
 # --- alterations ---------------------------------------------------------------------------------
@@ -143,6 +71,7 @@ ODD_VALUES = [
     *(0, -1, 1, 2, 3, 4, 5, 12, 13, 16, 17, 64, 2**31, 2**62, 2**63, 2**64, 10**30, 1.0, 2.5, True, False, None),
     *(Raw("1e999"), Raw("NaN"), Raw("-0"), Raw("1" * 5000), Raw("[" * 3000 + "]" * 3000)),
     *("", "2", "١", "float32", "float16", "bfloat16", "float64", "int64", "F16", "BF16", "U8", "I64", "\x1b[31m"),
+    *([2, None], [None, 5], [None, None], [3, 2], [0, 1], [2**60, 1], [1, 2**60 - 1], [2.0, 1]),
     *([], [0], [1], [1, 1], [2**40, 2**40], [0, 2**62, 2**62], [1] * 65, [-1, 3], [[1]]),
     *(Pairs(), Pairs([("a", 1)]), Pairs([("shape", [1]), ("dtype", "float32")])),
 ]
@@ -187,7 +116,8 @@ def drop_a_key(file: File, rng: random.Random) -> None:
 def add_a_key(file: File, rng: random.Random) -> None:
     chosen = some_object(file, rng)
     if chosen is not file.arrays:
-        key = rng.choice(["extra", "bits", "dim", "shape", "", "checksum", "\ud800", *(key for key, _ in chosen)])
+        new = ["extra", "bits", "dim", "shape", "group", "scaled", "exponent", "", "checksum", "\ud800"]
+        key = rng.choice([*new, *(key for key, _ in chosen)])
         chosen.insert(rng.randrange(len(chosen) + 1), (key, rng.choice(ODD_VALUES)))
 
 
@@ -281,29 +211,59 @@ def reshape(file: File, rng: random.Random) -> None:
 
 
 def cluster_anew(file: File, rng: random.Random) -> None:
-    """A clustered tensor gets other bits, dim, codes and centroids, and one of the numbers may be wrong."""
+    """A clustered tensor gets other bits, dim, group, codes, centroids and scales, and one of the numbers may be wrong.
+
+    In version 1, it gets neither a group nor scales.
+    """
     name, entry = rng.choice([(name, entry) for name, entry in file.tensors if "bits" in dict(entry)])
-    bits, dim, off = rng.randint(1, 12), rng.randint(1, 6), [0] * 4
+    bits, dim, off = rng.randint(1, 6 if rng.random() < 0.8 else 12), rng.randint(1, 6), [0] * 6
     if rng.random() < 0.5:
-        off[rng.randrange(4)] = rng.choice([-1, 1])
-    vectors = -(-math.prod(dict(entry)["shape"]) // dim)
-    if vectors > 10_000:  # by an earlier alteration
+        off[rng.randrange(6)] = rng.choice([-1, 1])
+    shape, newer = dict(entry)["shape"], dict(file.meta)["version"] == "2"
+    if math.prod(shape) > 10_000:  # by an earlier alteration
         return
+    sizes = [rng.randint(1, 9), rng.randint(1, 12)]
+    group = rng.choice([None, [sizes[0], None], sizes, [None, sizes[1]]]) if newer else None
+    R, K, r, c = strict_reader.tiling(shape, group, group is not None)
+    vectors, groups = sum(1 for _ in strict_reader.counting(R, K, r, c, dim)), -(-R // r) * -(-K // c)
     codes = bytearray(rng.randbytes(max(0, -(-vectors * bits // 8) + off[0])))
     if rng.random() < 0.9 and vectors * bits % 8:
         codes[-1] &= (1 << vectors * bits % 8) - 1
-    k, dtype = 2**bits + off[1], rng.choice(["F16", "BF16"])
-    values = np.frombuffer(rng.randbytes(2 * k * dim), "<u2") & (0xBBFF if rng.random() < 0.95 else 0xFFFF)
-    set_key(entry, "bits", bits + off[2])
-    set_key(entry, "dim", dim + off[3])
-    for i, (key, array) in enumerate(file.arrays):
-        if key == f"codes/{name}":
-            file.data[i] = bytes(codes)
-            set_key(array, "shape", [len(codes)])
-        elif key == f"centroids/{name}":
-            file.data[i] = values.astype("<u2").tobytes()
-            set_key(array, "shape", [k, dim])
-            set_key(array, "dtype", dtype)
+    k, dtype = 2**bits + off[1], rng.choice(["F16", "BF16", "F8_E4M3"][: 3 if newer else 2])
+    lead = [] if group is None else [groups + off[4]]
+    arrays = {
+        "codes": ("U8", [len(codes)], bytes(codes)),
+        "centroids": (dtype, [*lead, k, dim], some_floats(math.prod(lead) * k * dim, dtype, rng)),
+    }
+    if newer and rng.random() < 0.5:
+        rows, dtype = (shape[0] if shape else 1) + off[5], rng.choice(["F16", "BF16"])
+        arrays["scales"] = (dtype, [rows], some_floats(rows, dtype, rng, positive=rng.random() < 0.9))
+    changes = {"bits": bits + off[2], "dim": dim + off[3]}
+    changes |= ({"group": group} if group is not None else {}) | ({"scaled": True} if "scales" in arrays else {})
+    kept = [(key, value) for key, value in entry if key not in ("bits", "dim", "group", "scaled")]
+    entry[:] = [*kept, *changes.items()]
+    replace_arrays(file, name, arrays)
+
+
+def some_floats(count: int, dtype: str, rng: random.Random, positive: bool = False) -> bytes:
+    """Mostly finite ones of moderate size."""
+    width = np.dtype(strict_reader.STORED[dtype]).itemsize
+    bits = np.frombuffer(rng.randbytes(width * count), f"<u{width}")
+    if rng.random() < 0.95:  # one of the upper bits of the exponent is zero
+        bits = bits & (0xBBFF if width == 2 else 0xF7)
+    if positive:
+        bits = bits & 0x7FFF | 1
+    return bits.astype(f"<u{width}").tobytes()
+
+
+def replace_arrays(file: File, name: str, arrays: dict[str, tuple[str, list[int], bytes]]) -> None:
+    """The arrays of a clustered tensor become these: dtype, shape and data of each kind."""
+    own = {f"{kind}/{name}" for kind in ("codes", "centroids", "scales")}
+    kept = [(array, data) for array, data in zip(file.arrays, file.data, strict=True) if array[0] not in own]
+    for kind, (dtype, shape, data) in arrays.items():
+        entry = Pairs([("dtype", dtype), ("shape", shape), ("data_offsets", [])])
+        kept.append(((f"{kind}/{name}", entry), data))
+    file.arrays[:], file.data[:] = Pairs(array for array, _ in kept), [data for _, data in kept]
     file.lay_out()
 
 
@@ -315,7 +275,7 @@ ALTERATIONS = [
 
 def altered(rng: random.Random) -> tuple[str, bytes]:
     """A model's name, and a file that was one of that model."""
-    name = rng.choice(list(MODELS))
+    name = rng.choice([*NAMES, "groups", "groups", "groups"])
     file = taken_apart(good(name))
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         try:
@@ -385,14 +345,14 @@ def check(name: str, data: bytes, path: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_strict_reader_agrees_on_valid_files(name, tmp_path):
     assert check(name, good(name), tmp_path / "model.dkm")
     assert check(name, taken_apart(good(name)).to_bytes(), tmp_path / "model.dkm")
 
 
 def test_altered_files_are_refused_or_read_exactly(tmp_path):
-    for name in MODELS:
+    for name in NAMES:
         good(name), plain(name)
     valid = 0
     with limited_memory(512 * 2**20):
@@ -407,7 +367,7 @@ def test_altered_files_are_refused_or_read_exactly(tmp_path):
 
 
 def test_harmed_files_are_always_refused(tmp_path):
-    path, names = tmp_path / "model.dkm", list(MODELS)
+    path, names = tmp_path / "model.dkm", NAMES
     for case in range(CASES):
         rng = random.Random(case)
         data = bytearray(good(rng.choice(names)))

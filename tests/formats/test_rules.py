@@ -1,6 +1,5 @@
 """What every reader of .dkm files refuses, and in which words; golden files; what save refuses."""
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import strict_reader
 import torch
+from dkm_files import BLANK, built, raw
 from memory_limit import limited_memory
 from samples import GOLDEN, SAMPLES
 from torch import Tensor, nn
@@ -16,34 +16,6 @@ from torch import Tensor, nn
 import dkm
 from dkm.formats.contents import describe
 from dkm.formats.dkm_file import decode, encode
-
-BLANK = "0" * 64
-STORED = {torch.uint8: "U8", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.bool: "BOOL"}
-STORED |= {torch.int64: "I64", torch.float64: "F64"}
-
-
-def raw(header: str, data: bytes = b"") -> bytes:
-    """A file with this header and the right checksum."""
-    text = header.encode()
-    file = len(text).to_bytes(8, "little") + text + data
-    return file.replace(BLANK.encode(), hashlib.sha256(file).hexdigest().encode(), 1)
-
-
-def built(tensors: object, arrays: dict[str, Tensor], ties: object = None, /, **metadata: object) -> bytes:
-    """A file with these contents and the right checksum."""
-    entries, data = {}, b""
-    for name, tensor in arrays.items():
-        own = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-        offsets = [len(data), len(data) + len(own)]
-        entries[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        data += own
-    texts = {
-        "tensors": tensors if isinstance(tensors, str) else json.dumps(tensors),
-        "ties": ties if isinstance(ties, str) else json.dumps(ties or {}),
-    }
-    meta = {"format": "dkm", "version": "1", **texts, "checksum": BLANK, **metadata}
-    return raw(json.dumps({"__metadata__": meta, **entries}, separators=(",", ":")), data)
-
 
 ENTRY = {"shape": [2, 4], "dtype": "float32", "bits": 2, "dim": 1}
 CENTROIDS = torch.tensor([[-1.0], [0.0], [0.5], [1.0]]).half()

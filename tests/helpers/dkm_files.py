@@ -1,12 +1,23 @@
-"""A small network, compressed and trained for two steps, and the header of the file that it makes."""
+"""A small network, compressed and trained for two steps; files made by hand; tensors with groups and scales."""
 
+import hashlib
 import json
 import struct
 
 import torch
-from torch import nn
+from samples import grid
+from torch import Tensor, nn
 
 import dkm
+from dkm.clustering.groups import Group
+from dkm.clustering.precision import stored_dtype
+from dkm.clustering.spec import Spec
+from dkm.formats.describe import Codes, Described
+
+BLANK = "0" * 64
+STORED = {torch.uint8: "U8", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.bool: "BOOL"}
+STORED |= {torch.int64: "I64", torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3"}
+STORED |= {torch.float8_e5m2: "F8_E5M2"}
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -39,3 +50,72 @@ def trained(text: str = "0:3/2, 3:2, 6:4/3", dtype: torch.dtype = torch.float32)
 def header(data: bytes) -> dict:
     (length,) = struct.unpack("<Q", data[:8])
     return json.loads(data[8 : 8 + length])
+
+
+def raw(header: str, data: bytes = b"") -> bytes:
+    """A file with this header and the right checksum."""
+    text = header.encode()
+    file = len(text).to_bytes(8, "little") + text + data
+    return file.replace(BLANK.encode(), hashlib.sha256(file).hexdigest().encode(), 1)
+
+
+def built(tensors: object, arrays: dict[str, Tensor], ties: object = None, /, **metadata: object) -> bytes:
+    """A file with these contents and the right checksum."""
+    entries, data = {}, b""
+    for name, tensor in arrays.items():
+        own = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        offsets = [len(data), len(data) + len(own)]
+        entries[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        data += own
+    texts = {
+        "tensors": tensors if isinstance(tensors, str) else json.dumps(tensors),
+        "ties": ties if isinstance(ties, str) else json.dumps(ties or {}),
+    }
+    meta = {"format": "dkm", "version": "1", **texts, "checksum": BLANK, **metadata}
+    return raw(json.dumps({"__metadata__": meta, **entries}, separators=(",", ":")), data)
+
+
+def tensor(
+    name: str, shape: tuple[int, ...], spec: Spec, *, dtype: torch.dtype = torch.float32, exponent: int = 0
+) -> Described:
+    """A clustered tensor with known codes, centroids and scales, the same on every machine."""
+    grouping, k = spec.grouping(shape), 2**spec.bits
+    centroids = grid(grouping.count, k, spec.dim, step=0.125)
+    centroids = centroids.to(torch.float8_e4m3fn if spec.float8 else stored_dtype(dtype))
+    scales = (torch.arange(shape[0] if shape else 1) * 3 % 7 + 1) / 13  # 16 bits have to round them
+    codes = (torch.arange(grouping.codes) * 7 + torch.arange(grouping.codes) // 5) % k
+    content = Codes(
+        bits=spec.bits,
+        dim=spec.dim,
+        exponent=exponent,
+        codes=codes,
+        centroids=centroids if spec.group is not None else centroids[0],
+        group=spec.group,
+        scales=scales.to(stored_dtype(dtype)) if spec.scaled else None,
+    )
+    return Described(name, shape, dtype, content)
+
+
+def grouped() -> list[Described]:
+    """Tensors with groups of all kinds, at whose edges vectors do not count, and with scales and 8 bits."""
+    small = {"dtype": torch.bfloat16, "exponent": -20}
+    return [
+        tensor("rows", (9, 5), Spec(2, 2, scaled=True, group=Group(2))),
+        tensor("row", (4, 3, 2), Spec(1, 4, group=Group(1)), dtype=torch.float16),
+        tensor("tiles", (10, 3, 7), Spec(3, 3, scaled=True, group=Group(4, 8), float8=True)),
+        tensor("narrow", (5, 9), Spec(2, 2, group=Group(3, 8)), **small),
+        tensor("runs", (7, 11), Spec(4, 1, scaled=True, group=Group(None, 24)), dtype=torch.bfloat16),
+        tensor("beyond", (3, 4), Spec(2, 5, scaled=True, group=Group(8, 64), float8=True), dtype=torch.float64),
+        tensor("scaled", (6, 4), Spec(2, 1, scaled=True), dtype=torch.float16, exponent=-3),
+        tensor("eight", (6, 4), Spec(2, 3, float8=True)),
+        tensor("number", (), Spec(1, 2, scaled=True, group=Group(3))),
+        Described("kept", (3,), torch.float32, grid(3)),
+    ]
+
+
+def empty_like(tensors: list[Described]) -> nn.Module:
+    """A plain model with these parameters."""
+    model = nn.Module()
+    for each in tensors:
+        model.register_parameter(each.name, nn.Parameter(torch.zeros(each.shape, dtype=each.dtype)))
+    return model

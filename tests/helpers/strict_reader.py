@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +98,13 @@ def read(data: bytes) -> dict[str, Tensor]:
     need(isinstance(meta["tensors"], str) and isinstance(meta["ties"], str))
     tensors, ties = parsed(meta["tensors"]), parsed(meta["ties"])
     need(isinstance(tensors, dict) and isinstance(ties, dict))
-    allowed = [{"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}]
-    allowed += [{"shape", "dtype", "bits", "dim", "exponent"}] if meta["version"] == "2" else []
-    need(all(isinstance(entry, dict) and set(entry) in allowed for entry in tensors.values()))
+    for entry in tensors.values():
+        need(isinstance(entry, dict))
+        newer = {"exponent", "group", "scaled"} if meta["version"] == "2" and "bits" in entry else set()
+        need(set(entry) - newer in ({"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}))
+    kinds = ("F16", "BF16") if meta["version"] == "1" else ("F16", "BF16", "F8_E4M3")
+    for name, entry in tensors.items():
+        need("bits" not in entry or (f"centroids/{name}" in arrays and arrays[f"centroids/{name}"][0] in kinds))
     state = {name: tensor(name, entry, arrays) for name, entry in tensors.items()}
     need(not arrays)
     for alias, name in ties.items():
@@ -187,19 +192,69 @@ def clustered(name: str, entry: dict[str, Any], arrays: dict[str, tuple[str, lis
     bits, dim, N = entry["bits"], entry["dim"], math.prod(entry["shape"])
     need(integer(bits, 1) and bits <= 12 and integer(dim, 1) and N > 0)
     need(entry["dtype"] in ("float64", "float32", "float16", "bfloat16"))
-    need(f"codes/{name}" in arrays and f"centroids/{name}" in arrays)
+    need(f"codes/{name}" in arrays)
+    exponent, wide = entry.get("exponent", 0), "<f8" if entry["dtype"] == "float64" else "<f4"
+    need("exponent" not in entry or (type(exponent) is int and 1 <= abs(exponent) <= 120))
+    R, K, r, c = tiling(entry["shape"], entry.get("group"), "group" in entry)
+    groups = -(-R // r) * -(-K // c)
+    kind, shape, data = arrays.pop(f"centroids/{name}")
+    need(shape == [groups] * ("group" in entry) + [2**bits, dim])
+    with np.errstate(invalid="ignore"):  # some kinds of NaN
+        centroids = values_of(kind, data).reshape(groups, 2**bits, dim).astype(wide)
     kind, shape, data = arrays.pop(f"codes/{name}")
-    n = -(-N // dim)
-    need(kind == "U8" and shape == [-(-n * bits // 8)])
+    need(kind == "U8" and 8 * len(data) // bits * dim >= N)  # or there are more vectors than codes
+    vectors = list(counting(R, K, r, c, dim))
+    n = len(vectors)
+    need(shape == [-(-n * bits // 8)])
     number = int.from_bytes(data, "little")
     need(number < 1 << n * bits)
-    codes = [number >> (i * bits) & (2**bits - 1) for i in range(n)]
-    kind, shape, data = arrays.pop(f"centroids/{name}")
-    need(kind in ("F16", "BF16") and shape == [2**bits, dim])
-    centroids = cast(values_of(kind, data).reshape(shape), entry["dtype"])
-    exponent = entry.get("exponent", 0)
-    need("exponent" not in entry or (type(exponent) is int and 1 <= abs(exponent) <= 120))
+    matrix = np.empty((R, K), wide)
+    for i, (group, places) in enumerate(vectors):
+        code = number >> (i * bits) & (2**bits - 1)
+        for j, row, column in places:
+            matrix[row, column] = centroids[group, code, j]
+    scales = scales_of(name, entry, arrays).astype(wide)
+    power = np.array([2.0**exponent], wide)
     with np.errstate(all="ignore"):
-        scaled = cast(centroids.astype("float64") * 2.0**exponent, entry["dtype"])
-    need(np.isfinite(scaled).all())
-    return scaled[codes].reshape(-1)[:N]
+        largest = abs(centroids).max(keepdims=True) * scales.max() * power
+        need(np.isfinite(centroids).all() and np.isfinite(cast(largest, entry["dtype"])).all())
+        return cast(matrix.reshape(len(scales), -1) * scales[:, None] * power, entry["dtype"]).reshape(-1)
+
+
+def scales_of(name: str, entry: dict[str, Any], arrays: dict[str, tuple[str, list[int], bytes]]) -> np.ndarray:
+    """One for each row; a tensor that has none has a single one, 1."""
+    if "scaled" not in entry:
+        return np.ones(1, "<f4")
+    need(entry["scaled"] is True and f"scales/{name}" in arrays)
+    kind, shape, data = arrays.pop(f"scales/{name}")
+    need(kind in ("F16", "BF16") and shape == (entry["shape"][:1] or [1]))
+    scales = values_of(kind, data)
+    need(np.isfinite(scales).all() and (scales > 0).all())
+    return scales
+
+
+def tiling(shape: list[int], group: Any, grouped: bool) -> tuple[int, int, int, int]:
+    """The rows and columns of the matrix, and those of a tile."""
+    N = math.prod(shape)
+    if not grouped:
+        return 1, N, 1, N
+    need(isinstance(group, list) and len(group) == 2 and group != [None, None])
+    rows, columns = group
+    for size in group:
+        need(size is None or (integer(size, 1) and size < 2**60))
+    if rows is None:
+        return 1, N, 1, min(columns, N)
+    R = shape[0] if shape else 1
+    return R, N // R, min(rows, R), N // R if columns is None else min(columns, N // R)
+
+
+def counting(R: int, K: int, r: int, c: int, dim: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
+    """The vectors that count, in order: the group, and (position in the vector, row, column) of what is in the
+    matrix."""
+    corners = [(top, left) for top in range(0, R, r) for left in range(0, K, c)]
+    for group, (top, left) in enumerate(corners):
+        for first in range(0, r * c, dim):
+            ends = range(first, min(first + dim, r * c))
+            places = [(p - first, top + p // c, left + p % c) for p in ends]
+            if inside := [(j, row, column) for j, row, column in places if row < R and column < K]:
+                yield group, inside

@@ -45,30 +45,28 @@ def compress_(model: nn.Module, plan: str | Plan, *, method: str = "dkm", **opti
     chosen = plan if isinstance(plan, Plan) else plan_of(walk, plan)
     targets = _targets(walk, chosen)
     # All of them first: an error leaves the model untouched.
-    made = [kind(owned.tensor, bits, dim, **taken) for owned, bits, dim in targets]
+    made = [kind(owned.tensor, **spec.arguments, **taken) for owned, spec in targets]
     clock = Clock()
-    for (owned, _, _), clustered in zip(targets, made, strict=True):
+    for (owned, _), clustered in zip(targets, made, strict=True):
         clustered.clock = clock
         attach(owned, clustered)
     return chosen
 
 
-def _targets(walk: list[Owned], plan: Plan) -> list[tuple[Owned, int, int]]:
-    """The parameters that a plan clusters, with bits and dim, all of them checked."""
+def _targets(walk: list[Owned], plan: Plan) -> list[tuple[Owned, Spec]]:
+    """The parameters that a plan clusters, and how finely, all of them checked."""
     by_name = {owned.name: owned for owned in walk}
     targets = []
     for row in plan.rows:
         if row.spec is None:
             continue
-        if row.spec != Spec(row.spec.bits, row.spec.dim):
-            raise ValueError(f"{row.name} is to be clustered as '{row.label}': compress_ knows no scales or groups yet")
         owned = by_name.get(row.name)
         if owned is None or tuple(owned.tensor.shape) != row.shape:
             raise ValueError(f"the plan was made for another model: it has no {row.name} of shape {row.shape}")
         if isinstance(owned.owners[0][0], parametrize.ParametrizationList):
             raise ValueError(f"{row.name} is parametrized already: remove that parametrization first, or keep it")
-        targets.append((owned, row.spec.bits, row.spec.dim))
-    for owned, _, _ in targets:
+        targets.append((owned, row.spec))
+    for owned, _ in targets:
         _check(owned.tensor, owned.name)
     return targets
 

@@ -1,7 +1,8 @@
 """How finely a tensor is clustered, as a plan says it: bits, dim, scales and groups."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -21,6 +22,11 @@ class Spec:
 
     def __post_init__(self) -> None:
         check_bits_dim(self.bits, self.dim)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def label(self) -> str:

@@ -26,12 +26,12 @@ from ..clustering.precision import (
     exponent_of,
     stored_dtype,
 )
+from ..clustering.snapping import LARGEST_FLOAT8, row_scales
 from ..clustering.spec import Spec
 from ..clustering.vectors import to_vectors
 from .checksum import checksum
 from .clock import Clock, in_backward
 from .dtensors import is_sharded, whole
-from .scales import row_scales
 
 TYPICAL_EXPONENT = -5  # of the weights that eps = 1e-4 is meant for: their root mean square is about 0.03
 
@@ -281,7 +281,10 @@ class Clustered(nn.Module, ABC):
         indices are those of the vectors that count, group after group.
         """
         weight = whole(weight)
-        C = self.C.to(torch.float8_e4m3fn if self.spec.float8 else stored_dtype(weight.dtype))
+        if self.spec.float8:  # beyond its range, the conversion gives NaN
+            C = self.C.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
+        else:
+            C = self.C.to(stored_dtype(weight.dtype))
         if self.spec.group is None:
             return C, assign(to_vectors(self.scaled(weight), self.dim), C.to(self.C.dtype))
         codes = assign_groups(self.grouping.split(self.scaled(weight)), C.to(self.C.dtype))

@@ -303,9 +303,9 @@ class Clustered(nn.Module, ABC):
         values = self.grouping.place(C.to(self.C.dtype).view(-1, self.dim)[codes]).view(weight.shape)
         scales = None if self.scales is None else self._row_by_row(weight)
         # A diverged weight must show: it has a nearest centroid, but that is not what it is.
-        finite = self.grouping.split(weight.isfinite()).all(2, keepdim=True).expand(-1, -1, self.dim)
-        finite = self.grouping.join(finite).view(weight.shape)
-        return torch.where(finite, products(values, scales, self.shift, weight.dtype), torch.nan)
+        diverged = self.grouping.split(~weight.isfinite()).any(2, keepdim=True).expand(-1, -1, self.dim)
+        diverged = self.grouping.join(diverged).view(weight.shape)
+        return torch.where(diverged, torch.nan, products(values, scales, self.shift, weight.dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Clustered":
         # model.half() and model.bfloat16() are for weights: centroids of 16 bit would not move any more.

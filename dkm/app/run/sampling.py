@@ -1,0 +1,73 @@
+"""The texts that a language model writes, to be trained on."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import Problem
+from ..tasks.language import OwnTexts
+from .listener import Listener
+from .order import seed_from
+from .stage import Stage
+from .stopping import Stopped
+
+AT_ONCE = {"cuda": 2048, "cpu": 64}  # texts; fewer where the memory is too small
+
+
+@torch.no_grad()
+def write_texts(stage: Stage, model: nn.Module, own: OwnTexts, count: int, listener: Listener) -> Tensor:
+    """The `(count, length)` int32 tokens of texts that the model writes, each token drawn as the model expects it.
+
+    Where a text ends before that length, the model goes on as it would after an end.  Every process writes a part, and
+    all get all texts.  They depend on the seed and on the kind of device; a GPU computes in bfloat16.
+    """
+    accelerator = stage.accelerator
+    processes, rank = accelerator.num_processes, accelerator.process_index
+    writer = _writer(model, own, accelerator.device)
+    tokens = torch.zeros(count, own.length, dtype=torch.int32, device=accelerator.device)
+    stopped = torch.zeros(1, device=accelerator.device)
+    at, end = count * rank // processes, count * (rank + 1) // processes
+    size, mine = AT_ONCE.get(accelerator.device.type, AT_ONCE["cpu"]), end - at
+    listener.sampled(0, count)
+    while at < end:
+        if stage.check_for_stop():
+            stopped.fill_(1)
+            break
+        size = min(size, end - at)
+        torch.manual_seed(seed_from(stage.settings.seed, "texts", at))
+        try:
+            begun = torch.full((size, 1), own.beginning, device=accelerator.device)
+            tokens[at : at + size] = writer.generate(begun, attention_mask=torch.ones_like(begun))
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise
+            size = -(-size // 2)
+            continue
+        at += size
+        listener.sampled(count - (end - at) * count // max(1, mine), count)
+    if accelerator.reduce(stopped).item():
+        raise Stopped
+    return accelerator.reduce(tokens).cpu()  # all others have zeros where one process has its texts
+
+
+def _writer(model: nn.Module, own: OwnTexts, device: torch.device) -> Any:
+    """A copy of the model that draws from its distribution as it is, whatever its folder says about writing."""
+    from transformers import GenerationConfig
+
+    if not getattr(model, "can_generate", bool)():
+        raise Problem(f"a {type(model).__name__} cannot write texts: give text files, --data FILE.txt")
+    writer: Any = copy.deepcopy(model).eval()
+    if device.type == "cuda" and torch.cuda.is_bf16_supported():
+        writer = writer.bfloat16()
+    writer.generation_config = GenerationConfig(
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        temperature=1.0,
+        max_length=own.length,
+        use_cache=True,
+        pad_token_id=own.beginning,
+    )
+    return writer

@@ -33,7 +33,7 @@ class Screen(Listener):
         self.snapped = ""  # the latest evaluation, for the bar
         self.steps = 0
         self.began_at, self.began_step = 0.0, 0  # when and where the training began in this process
-        self.shown_step = 0  # in the last line
+        self.shown_step = 0  # in the last line; before the training, of the texts that a language model writes
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +70,9 @@ class Screen(Listener):
             self.sampling.start()
             self.task = self.sampling.add_task("the model writes", total=count)
         if self.sampling is None:
-            self.note(f"the model has written {done:,} of {count:,} texts")
+            if not done or done == count or done - self.shown_step >= count / LINES:
+                self.shown_step = done
+                self.note(f"the model has written {done:,} of {count:,} texts to train on")
             return
         self.sampling.update(self.task, completed=done)
         if done == count:

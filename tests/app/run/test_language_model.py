@@ -52,8 +52,8 @@ def test_a_whole_run(place: Path, tmp_path: Path, data: str):
     assert result["metric"] == "perplexity"
     assert "accuracy_after" not in result
     assert result["steps"] == (12 if data == "self" else 20)
-    # The file is a plain model whose perplexity is the one that was reported.  float32 rounds logits of about 10 to 1e-6,
-    # and fewer than a hundred roundings follow one another: the logarithm of the perplexity is off by less than 1e-4.
+    # The file is a plain model whose perplexity is the one that was reported.  float32 rounds logits of about 10 to
+    # 1e-6, and fewer than a hundred roundings follow one another: the perplexity's logarithm is off by less than 1e-4.
     texts = open_task(chosen).eval.tokens
     before = AutoModelForCausalLM.from_pretrained(place / "model")
     after = dkm.load(folder / "model.dkm", into=AutoModelForCausalLM.from_pretrained(place / "model"))

@@ -42,7 +42,7 @@ def test_a_tenth_is_held_out(place: Path, tmp_path: Path):
 
 
 def test_a_text_without_a_beginning(place: Path, tmp_path: Path):
-    """A tokenizer without a token for it: texts are as they are, and there is nothing that the model could begin with."""
+    """Without a token for it, texts are as they are, and there is nothing that the model could begin with."""
     model = make_language_model(tmp_path / "model")
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
         values = json.loads((model / name).read_text())
@@ -105,11 +105,11 @@ def test_models_with_problems(place: Path, tmp_path: Path):
     opened()
     with pytest.raises(Problem, match=r"self is for a language model, and .*model is not a folder with one"):
         opened(architectures=["LlamaForSequenceClassification"])
-    with pytest.raises(Problem, match="gives the token [0-9]+, and the model knows only 10 of them"):
+    with pytest.raises(Problem, match=r"gives the token [0-9]+, and the model knows only 10 of them"):
         opened(vocab_size=10)
     (model / "tokenizer.json").unlink()
     (model / "tokenizer_config.json").unlink()
-    with pytest.raises(Problem, match="cannot read the tokenizer in .*model: "):
+    with pytest.raises(Problem, match=r"cannot read the tokenizer in .*model: "):
         opened()
 
 

@@ -34,16 +34,16 @@ def training_figures(run: Run) -> list[Figure]:
     note = "Train-time weights are averages of centroids; snapped ones are each weight’s nearest centroid."
     title = f"{measure.name.capitalize()}, {measure.unit or 'lower is better'}"
     charts = [
-        chart(title, measured, run.unit, note, log=measure.lower_is_better and _is_wide(measured)),
+        chart(title, measured, run.unit, note, log=measure.lower_is_better and _is_wide(measured, times=3)),
         chart("Loss", losses, run.unit, log=_is_wide(losses)),
     ]
     return [figure for figure in charts if figure is not None]
 
 
-def _is_wide(lines: list[Line]) -> bool:
-    """Whether the smallest values could not be told apart on a linear axis."""
+def _is_wide(lines: list[Line], times: float = 30) -> bool:
+    """Whether the values lie so far apart that a linear axis would hide the smaller ones."""
     values = [y for line in lines for _, y in line.points]
-    return bool(values) and min(values) > 0 and max(values) > 30 * min(values)
+    return bool(values) and min(values) > 0 and max(values) > times * min(values)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Settings:
     batch_size: int | None = _setting(None, "in each process; without: 64 images or 32 texts", _TRAINING, least=1)
     optimizer: str = _setting("adamw", "", _TRAINING, choices=("adamw", "adam", "sgd"))
     lr: float | None = _setting(
-        None, "at its highest; without: 3e-4, 5e-5 for text, 0.008 with sgd", _TRAINING, least=0
+        None, "at its highest; without: 3e-4, 5e-5 to classify texts, 0.008 with sgd", _TRAINING, least=0
     )
     schedule: str = _setting("cosine", "of the learning rate", _TRAINING, choices=("cosine", "linear", "constant"))
     warmup: float = _setting(0.0, "the share of the training in which the learning rate rises", _TRAINING, least=0)

@@ -1,10 +1,11 @@
 """The texts that a language model writes, to be trained on."""
 
-import copy
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import Problem
 from ..tasks.language import OwnTexts
@@ -17,7 +18,7 @@ AT_ONCE = {"cuda": 2048, "cpu": 64}  # texts; fewer where the memory is too smal
 
 
 @torch.no_grad()
-def write_texts(stage: Stage, model: nn.Module, own: OwnTexts, count: int, listener: Listener) -> Tensor:
+def write_texts(stage: Stage, model: Any, own: OwnTexts, count: int, listener: Listener) -> Tensor:
     """The `(count, length)` int32 tokens of texts that the model writes, each token drawn as the model expects it.
 
     Where a text ends before that length, the model goes on as it would after an end.  Every process writes a part, and
@@ -25,11 +26,11 @@ def write_texts(stage: Stage, model: nn.Module, own: OwnTexts, count: int, liste
     """
     accelerator = stage.accelerator
     processes, rank = accelerator.num_processes, accelerator.process_index
-    writer = _writer(model, own, accelerator.device)
-    tokens = torch.zeros(count, own.length, dtype=torch.int32, device=accelerator.device)
-    stopped = torch.zeros(1, device=accelerator.device)
+    device = accelerator.device
+    tokens = torch.zeros(count, own.length, dtype=torch.int32, device=device)
+    stopped = torch.zeros(1, device=device)
     at, end = count * rank // processes, count * (rank + 1) // processes
-    size, mine = AT_ONCE.get(accelerator.device.type, AT_ONCE["cpu"]), end - at
+    size, mine = AT_ONCE.get(device.type, AT_ONCE["cpu"]), end - at
     listener.sampled(0, count)
     while at < end:
         if stage.check_for_stop():
@@ -38,8 +39,9 @@ def write_texts(stage: Stage, model: nn.Module, own: OwnTexts, count: int, liste
         size = min(size, end - at)
         torch.manual_seed(seed_from(stage.settings.seed, "texts", at))
         try:
-            begun = torch.full((size, 1), own.beginning, device=accelerator.device)
-            tokens[at : at + size] = writer.generate(begun, attention_mask=torch.ones_like(begun))
+            begun = torch.full((size, 1), own.beginning, device=device)
+            with _drawing_as_it_is(model, own, device):
+                tokens[at : at + size] = model.generate(begun, attention_mask=torch.ones_like(begun))
         except torch.OutOfMemoryError:
             if size == 1:
                 raise
@@ -52,16 +54,16 @@ def write_texts(stage: Stage, model: nn.Module, own: OwnTexts, count: int, liste
     return accelerator.reduce(tokens).cpu()  # all others have zeros where one process has its texts
 
 
-def _writer(model: nn.Module, own: OwnTexts, device: torch.device) -> Any:
-    """A copy of the model that draws from its distribution as it is, whatever its folder says about writing."""
+@contextlib.contextmanager
+def _drawing_as_it_is(model: Any, own: OwnTexts, device: torch.device) -> Iterator[None]:
+    """Let `model.generate` draw from the model's distribution as it is, whatever its folder says about writing."""
     from transformers import GenerationConfig
 
     if not getattr(model, "can_generate", bool)():
         raise Problem(f"a {type(model).__name__} cannot write texts: give text files, --data FILE.txt")
-    writer: Any = copy.deepcopy(model).eval()
-    if device.type == "cuda" and torch.cuda.is_bf16_supported():
-        writer = writer.bfloat16()
-    writer.generation_config = GenerationConfig(
+    in_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    before = model.generation_config
+    model.generation_config = GenerationConfig(
         do_sample=True,
         top_k=0,
         top_p=1.0,
@@ -70,4 +72,8 @@ def _writer(model: nn.Module, own: OwnTexts, device: torch.device) -> Any:
         use_cache=True,
         pad_token_id=own.beginning,
     )
-    return writer
+    try:
+        with torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16):
+            yield
+    finally:
+        model.generation_config = before

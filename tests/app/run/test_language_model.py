@@ -105,6 +105,24 @@ def test_samples_come_from_the_models_distribution(tmp_path: Path, monkeypatch: 
     assert len(tokens.unique(dim=0)) > 1000
     assert torch.equal(tokens, write_texts(stage, model, stage.task.own, 4096, run.Listener()))
     assert not torch.equal(tokens[:1024], tokens[1024:2048])
+    assert model.generation_config.top_k == 2  # as it was
+
+
+def test_samples_in_a_small_memory(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    forget_the_last_run()
+    stage, model = run.open_stage(language_settings(place, tmp_path / "run"), run.Listener())
+    generate, sizes = model.generate, []
+
+    def generate_few(begun: torch.Tensor, **options) -> torch.Tensor:
+        sizes.append(len(begun))
+        if len(begun) > 6:
+            raise torch.OutOfMemoryError
+        return generate(begun, **options)
+
+    monkeypatch.setattr(model, "generate", generate_few)
+    tokens = write_texts(stage, model, stage.task.own, 16, run.Listener())
+    assert sizes == [16, 8, 4, 4, 4, 4]
+    assert len(tokens.unique(dim=0)) == 16
 
 
 def test_filling_up_changes_neither_the_loss_nor_the_perplexity(place: Path, tmp_path: Path):

@@ -27,7 +27,7 @@ from . import models, run, settings
 from .errors import Problem
 from .processes import has_several_processes, is_from_a_lost_process, rank
 from .run_folder import Result, RunFolder
-from .screen import Screen
+from .screen import Screen, in_words
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 HEAD_START = 5.0  # seconds; see `_problem`
@@ -182,7 +182,7 @@ def eval_command(
     given: dict[str, Any],
     folder: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="a run: its file, model and data")] = None,
 ) -> None:
-    """The accuracy of a run's file, or of any weights: --model NAME --weights FILE --data FOLDER."""
+    """The accuracy or perplexity of a run's file, or of any weights: --model NAME --weights FILE --data FOLDER."""
     base: dict[str, Any] = {}
     if folder is not None:
         files = RunFolder(folder)
@@ -194,8 +194,8 @@ def eval_command(
     with Screen() as screen:
         stage, model = run.open_stage(chosen, screen)
         screen.note(f"{stage.task.eval_count:,} {stage.task.unit}")
-        accuracy, loss = run.evaluate(stage, model.eval())
-        screen.note(f"{accuracy:.2f} % right, loss {loss:.4f}")
+        value, loss = run.evaluate(stage, model.eval())
+        screen.note(f"{in_words(stage.task.measure, value)}, loss {loss:.4f}")
 
 
 @app.command("plan")

@@ -3,6 +3,7 @@
 import difflib
 import importlib.util
 import inspect
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,12 +37,25 @@ def is_transformer(name: str) -> bool:
     return Path(name).is_dir()
 
 
+def is_language_model(name: str) -> bool:
+    """Whether the folder of this name holds a model of transformers that predicts the next token."""
+    file = Path(name, "config.json")
+    if not is_transformer(name) or not file.is_file():
+        return False
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False  # `build` says what is wrong
+    classes = config.get("architectures") if isinstance(config, dict) else None
+    return isinstance(classes, list) and any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in classes)
+
+
 def build(name: str, weights: str | None, classes: int | None) -> Built:
     """The model of this name, with its weights.
 
-    `classes` is the number of outputs; None leaves as many as the model has by itself.  `weights` is a file, or "none"
-    for random ones.  It may be None where the name alone says which weights to take: a folder of transformers, or a
-    function of the user's own.
+    `classes` is the number of outputs; None leaves as many as the model has by itself, and a language model as it is.
+    `weights` is a file, or "none" for random ones.  It may be None where the name alone says which weights to take: a
+    folder of transformers, or a function of the user's own.
     """
     own = load_function(name)
     if own is not None:
@@ -122,7 +136,10 @@ def _transformer(name: str, weights: str | None, classes: int | None) -> Built:
         raise Problem(f"the model {name} needs transformers: pip install transformers") from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    auto = transformers.AutoModelForSequenceClassification
+    predicts_tokens = classes is None and is_language_model(name)
+    auto: Any = (
+        transformers.AutoModelForCausalLM if predicts_tokens else transformers.AutoModelForSequenceClassification
+    )
     try:
         config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
         if classes is not None:
@@ -131,7 +148,7 @@ def _transformer(name: str, weights: str | None, classes: int | None) -> Built:
             model = auto.from_config(config)
             if weights != "none":
                 load_weights(model, weights, classes)
-            return Built(model, [])
+            return Built(_for_training(model) if predicts_tokens else model, [])
         model, found = auto.from_pretrained(
             name, config=config, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -144,7 +161,14 @@ def _transformer(name: str, weights: str | None, classes: int | None) -> Built:
             f"{classes} classes; give data of the classes that the model was trained on"
         )
     missing = sorted(found["missing_keys"])
+    model = _for_training(model) if predicts_tokens else model
     return Built(model, [f"not in {name}, starts from random: {', '.join(missing)}"] if missing else [])
+
+
+def _for_training(model: Any) -> nn.Module:
+    """A language model in float32, because small steps are lost in 16 bits; without the cache for writing texts."""
+    model.config.use_cache = False
+    return model.float()
 
 
 def load_weights(model: nn.Module, path: str, classes: int | None = None) -> None:
@@ -160,7 +184,10 @@ def load_weights(model: nn.Module, path: str, classes: int | None = None) -> Non
         if key in state and state[key].shape != tensor.shape
     ]
     # num_batches_tracked is a counter that old files lack, and that nothing here needs.
-    problems += [f"the file has no {k}" for k in own if k not in state and not k.endswith("num_batches_tracked")]
+    # A tied weight has several names, of which a file may have one.
+    places = {own[key].data_ptr() for key in state if key in own}
+    absent = [key for key in own if key not in state and own[key].data_ptr() not in places]
+    problems += [f"the file has no {key}" for key in absent if not key.endswith("num_batches_tracked")]
     problems += [f"the model has no {key}" for key in extra]
     if problems:
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""

@@ -10,9 +10,10 @@ import rich.progress
 
 from ..foundation.text import clock_text, size_text
 from ..plans.rows import Plan
+from .measures import ACCURACY, Measure, named_measure
 from .processes import rank
 from .run import Listener
-from .run_folder import EvalRecord, Result, RunFolder, StepRecord
+from .run_folder import EvalRecord, Result, RunFolder, StepRecord, figures
 from .settings import Settings, as_toml
 from .tasks import Task
 
@@ -27,11 +28,12 @@ class Screen(Listener):
         self.console = rich.console.Console(highlight=False, soft_wrap=True, quiet=rank() > 0)
         self.folder = folder
         self.bar: rich.progress.Progress | None = None
+        self.sampling: rich.progress.Progress | None = None
         self.task = rich.progress.TaskID(0)
-        self.snapped = ""  # the latest accuracy, for the bar
+        self.snapped = ""  # the latest evaluation, for the bar
         self.steps = 0
         self.began_at, self.began_step = 0.0, 0  # when and where the training began in this process
-        self.shown_step = 0  # in the last line
+        self.shown_step = 0  # in the last line; before the training, of the texts that a language model writes
 
     def __enter__(self) -> Self:
         return self
@@ -42,10 +44,11 @@ class Screen(Listener):
         self.stop()
 
     def stop(self) -> None:
-        """Take the bar away."""
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
+        """Take the bars away."""
+        for bar in (self.bar, self.sampling):
+            if bar is not None:
+                bar.stop()
+        self.bar = self.sampling = None
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -57,9 +60,23 @@ class Screen(Listener):
         self.note(textwrap.fill(" ".join(lines), self.console.width, subsequent_indent="  ", break_on_hyphens=False))
         self.note("")
 
-    def measured_before(self, accuracy: float, task: Task) -> None:
+    def measured_before(self, value: float, task: Task) -> None:
         self.note(f"{task.train_count:,} {task.unit} to train on, {task.eval_count:,} to measure with")
-        self.note(f"before: {accuracy:.2f} % right")
+        self.note(f"before: {in_words(task.measure, value)}")
+
+    def sampled(self, done: int, count: int) -> None:
+        if self.console.is_terminal and self.sampling is None:
+            self.sampling = rich.progress.Progress(console=self.console, expand=True)
+            self.sampling.start()
+            self.task = self.sampling.add_task("the model writes", total=count)
+        if self.sampling is None:
+            if not done or done == count or done - self.shown_step >= count / LINES:
+                self.shown_step = done
+                self.note(f"the model has written {done:,} of {count:,} texts to train on")
+            return
+        self.sampling.update(self.task, completed=done)
+        if done == count:
+            self.stop()
 
     def planned(self, plan: Plan) -> None:
         kept = [row for row in plan.rows if row.bits is None]
@@ -109,23 +126,33 @@ class Screen(Listener):
             self.bar.update(self.task, snapped="evaluating")
 
     def evaluated(self, record: EvalRecord) -> None:
-        soft = record["soft"]
-        self.snapped = f"snapped {record['snapped']:.1f} %"
+        measure, soft, snapped = named_measure(record.get("metric")), record["soft"], record["snapped"]
+        assert snapped is not None  # an evaluation that is not finite is not logged
+        self.snapped = f"snapped {measure.text(snapped)}"
         if self.bar is not None:
             self.bar.update(self.task, snapped=self.snapped)
         epoch = f"epoch {record['epoch']:.4g}"
-        trained = "k-means, not trained" if soft is None else f"{epoch}: train-time weights {soft:.2f} %"
-        self.note(f"{trained}, snapped {record['snapped']:.2f} %")
+        trained = "k-means, not trained" if soft is None else f"{epoch}: train-time weights {measure.text(soft)}"
+        what = "" if measure.unit else f" ({measure.name})"
+        self.note(f"{trained}, snapped {measure.text(snapped)}{what}")
 
     def finished(self, result: Result) -> None:
         self.stop()
         self.note("")
-        self.note(f"accuracy  {result['accuracy_before']:.2f} % before, {result['accuracy_after']:.2f} % after")
-        self.note(
-            f"size      {size_text(result['bytes_dense'])} before, {size_text(result['bytes_file'])} after, "
-            f"{result['ratio']:.1f} times smaller"
-        )
-        self.note(f"time      {clock_text(result['seconds'])}")
+        measure, before, after = figures(result)
+        sizes = f"{size_text(result['bytes_dense'])} before, {size_text(result['bytes_file'])} after"
+        lines = {
+            measure.name: f"{measure.text(before)} before, {measure.text(after)} after",
+            "size": f"{sizes}, {result['ratio']:.1f} times smaller",
+            "time": clock_text(result["seconds"]),
+        }
         for label, file in (("file", self.folder.model), ("report", self.folder.report)) if self.folder else ():
             if file.exists():
-                self.note(f"{label:<10}{file}")
+                lines[label] = str(file)
+        for label, text in lines.items():
+            self.note(f"{label:<{len(measure.name) + 2}}{text}")
+
+
+def in_words(measure: Measure, value: float) -> str:
+    """88.25 % right, or: perplexity 5.45."""
+    return f"{measure.text(value)} right" if measure is ACCURACY else f"{measure.name} {measure.text(value)}"

@@ -49,13 +49,11 @@ class Settings:
     weights: str | None = _setting(None, "a file: .safetensors, .pth or .dkm; or none, to start from random", _MODEL)
     data: tuple[str, ...] = _setting(
         (),
-        "a folder of class folders, .tar files of them, a .parquet, .tsv or .csv table, or FILE.py:FUNCTION; "
-        "may be repeated",
+        "a folder of class folders, .tar files of them, a .parquet, .tsv or .csv table, a text file or self (what the "
+        "model writes) for a language model, or FILE.py:FUNCTION; may be repeated",
         _MODEL,
     )
-    eval_data: tuple[str, ...] = _setting(
-        (), "the same, to measure the accuracy on; without: DATA/val, or a tenth of DATA", _MODEL
-    )
+    eval_data: tuple[str, ...] = _setting((), "the same, to measure on; without: DATA/val, or a tenth of DATA", _MODEL)
     plan: str | None = _setting(None, "which layers, how finely: 'cv:4/4, fc:8/4'", _MODEL)
     target_size: str | None = _setting(
         None, "choose bits and dim within 1.0MB or 40kB, for what the plan leaves open", _MODEL
@@ -66,7 +64,7 @@ class Settings:
     batch_size: int | None = _setting(None, "in each process; without: 64 images or 32 texts", _TRAINING, least=1)
     optimizer: str = _setting("adamw", "", _TRAINING, choices=("adamw", "adam", "sgd"))
     lr: float | None = _setting(
-        None, "at its highest; without: 3e-4, 5e-5 for text, 0.008 with sgd", _TRAINING, least=0
+        None, "at its highest; without: 3e-4, 5e-5 to classify texts, 0.008 with sgd", _TRAINING, least=0
     )
     schedule: str = _setting("cosine", "of the learning rate", _TRAINING, choices=("cosine", "linear", "constant"))
     warmup: float = _setting(0.0, "the share of the training in which the learning rate rises", _TRAINING, least=0)
@@ -109,7 +107,12 @@ class Settings:
     )
     text_columns: str | None = _setting(None, "one or two, 'question,sentence'; without: those that hold text", _DATA)
     label_column: str = _setting("label", "", _DATA)
-    max_length: int = _setting(128, "tokens", _DATA, least=1)
+    max_length: int | None = _setting(
+        None, "tokens of a text; without: 128, of a language model 256 or what it can read", _DATA, least=1
+    )
+    samples: int | None = _setting(
+        None, "with --data self: how many texts the model writes; without: 4096", _DATA, least=1
+    )
     workers: int = _setting(0, "processes that read data", _DATA, least=0)
 
     autocast: str = _setting("no", "", _RUNNING, choices=("no", "bf16", "fp16"))
@@ -119,6 +122,7 @@ class Settings:
 
 
 LONGEST_CONFIG = 1_000_000  # characters
+OWN_SAMPLES = "self"  # as --data: what the language model itself writes
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
 # These change how a run is computed, not what comes out.
 CHANGEABLE_ON_RESUME = ("workers", "checkpoint_every")
@@ -176,6 +180,8 @@ def _check_training(settings: Settings) -> None:
     for name in ("label_share", "temperature"):
         if settings.teacher == "none" and getattr(settings, name) != FIELDS[name].default:
             raise Problem(f"{flag(name)} is about a teacher: give --teacher self, or leave it out")
+    if settings.samples is not None and OWN_SAMPLES not in settings.data:
+        raise Problem(f"--samples is about the model's own texts: give --data {OWN_SAMPLES}, or leave it out")
     if settings.seed >= 2**63:
         raise Problem(f"--seed must be less than 2^63, and not {settings.seed}")
 

@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from conftest import log_lines, wait_for_log
 
@@ -107,6 +108,21 @@ def test_two_processes_killed_and_resumed(place: Path):
         assert codes(processes) == [-signal.SIGKILL] * 2
     assert codes(fork(*flags(**LONG))) == [0, 0]
     assert Path("run/model.dkm").read_bytes() == Path("whole/model.dkm").read_bytes()
+
+
+def test_two_processes_share_the_writing_of_a_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("transformers")
+    from small_language import language_settings, make_language_place
+
+    monkeypatch.chdir(make_language_place(tmp_path))
+    chosen = language_settings(Path(), Path("run"), samples=35, epochs=1)
+    words = settings.as_command(chosen).split()[2:]
+    assert codes(fork(*words)) == [0, 0]
+    tokens = safetensors.torch.load_file("run/samples.safetensors")["tokens"]
+    assert tokens.shape == (32, 16)
+    assert (tokens[:, 0] == 1).all()
+    assert len(tokens.unique(dim=0)) == 32  # neither a text that nobody wrote nor one that both did
+    assert json.loads(Path("run/result.json").read_text())["steps"] == 2
 
 
 def test_two_processes_stopped_and_resumed(place: Path):

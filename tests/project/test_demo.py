@@ -2,6 +2,9 @@
 
 import copy
 import importlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +48,25 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     # a second time, into the same folder
     importlib.import_module("digits").run(output, epochs=1)
     assert len(jsonl.read(output / "2-1" / "log.jsonl")) == len(jsonl.read(output / "4-4" / "log.jsonl")) == 9
+
+
+def test_stories(tmp_path: Path):
+    """A language model that nobody has trained: it is written, taught by itself, and stored."""
+    pytest.importorskip("transformers")
+    from small_language import make_language_model, write_texts
+    from transformers import AutoModelForCausalLM
+
+    model = make_language_model(tmp_path / "model", length=256)
+    texts = write_texts(tmp_path / "valid.txt", 5)
+    command = [sys.executable, str(EXAMPLES / "stories.py"), str(model), str(texts), "--plan", "*:2", "--steps", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *lines, sizes = done.stdout.splitlines()
+    ends = ["before", "clustered, not trained", "trained, soft weights as in training"]
+    assert [line.split("  ")[-1] for line in lines] == [*ends, "trained, snapped weights as in the file"]
+    assert all(float(line.split()[1]) > 1 for line in lines)
+    size = (tmp_path / "stories.dkm").stat().st_size
+    loaded = dkm.load(tmp_path / "stories.dkm", into=AutoModelForCausalLM.from_pretrained(model))
+    assert sizes == f"{size:,} bytes in stories.dkm, {sum(4 * p.numel() for p in loaded.parameters()):,} in float32"
+    assert len(loaded.lm_head.weight.unique()) <= 4

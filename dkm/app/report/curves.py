@@ -13,27 +13,37 @@ LOOKS = ("b thin", "c thin", "d thin", "e thin")  # of the tensors that have a c
 
 
 def training_figures(run: Run) -> list[Figure]:
-    """Accuracy and loss."""
+    """Accuracy or perplexity, and loss."""
+    measure = run.measure
     snapped = _points(run, [(r.step, r.snapped) for r in run.evaluations])
     soft = _points(run, [(r.step, r.soft) for r in run.evaluations])
-    accuracies = [
-        Line("train-time weights", "b", soft, _last(soft, ".2f"), marks=True),
-        Line("snapped, as in the file", "a", snapped, _last(snapped, ".2f"), marks=True),
+    measured = [
+        Line("train-time weights", "b", soft, measure.amount(soft[-1][1]) if soft else "", marks=True),
+        Line("snapped, as in the file", "a", snapped, measure.amount(snapped[-1][1]) if snapped else "", marks=True),
     ]
     if run.before is not None and snapped:
         end = max(snapped[-1][0], 1e-9)
-        accuracies.append(Line("before", "plain dashed", [(0, run.before), (end, run.before)], f"{run.before:.2f}"))
+        level = [(0.0, run.before), (end, run.before)]
+        measured.append(Line("before", "plain dashed", level, measure.amount(run.before)))
     trained = _points(run, [(r.step, r.loss) for r in run.steps])
     held = _points(run, [(r.step, r.loss) for r in run.evaluations])
     losses = [
         Line("training", "b", trained, _last(trained, ".3g")),
         Line("evaluation", "a", held, _last(held, ".3g"), marks=True),
     ]
-    values = [y for _, y in (*trained, *held)]
-    is_wide = bool(values) and min(values) > 0 and max(values) > 30 * min(values)
     note = "Train-time weights are averages of centroids; snapped ones are each weight’s nearest centroid."
-    charts = [chart("Accuracy, %", accuracies, run.unit, note), chart("Loss", losses, run.unit, log=is_wide)]
+    title = f"{measure.name.capitalize()}, {measure.unit or 'lower is better'}"
+    charts = [
+        chart(title, measured, run.unit, note, log=measure.lower_is_better and _is_wide(measured, times=3)),
+        chart("Loss", losses, run.unit, log=_is_wide(losses)),
+    ]
     return [figure for figure in charts if figure is not None]
+
+
+def _is_wide(lines: list[Line], times: float = 30) -> bool:
+    """Whether the values lie so far apart that a linear axis would hide the smaller ones."""
+    values = [y for line in lines for _, y in line.points]
+    return bool(values) and min(values) > 0 and max(values) > times * min(values)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""The top of the page: accuracy and size in large figures, and in a few sentences."""
+"""The top of the page: accuracy or perplexity, and size, in large figures, and in a few sentences."""
 
 from dataclasses import dataclass
 
 from ...foundation.text import size_text
+from ..measures import PERPLEXITY, Measure
 from .reader import Run
-from .words import difference_text, ratio_text
+from .words import ratio_text
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,15 @@ class Tile:
 
 
 def tiles(run: Run) -> list[Tile]:
-    """Accuracy, size, and how many times smaller; as far as they are known."""
+    """Accuracy or perplexity, size, and how many times smaller; as far as they are known."""
     found = []
     if run.after is not None:
-        change = "" if run.before is None else f"{difference_text(run.after - run.before)}, was {run.before:.2f} %"
-        found.append(Tile("accuracy", f"{run.after:.2f}", "%", with_hard_spaces(change)))
+        measure, change = run.measure, ""
+        if run.before is not None:
+            difference = measure.change(run.before, run.after).replace("-", "−")  # a real minus, not a hyphen
+            change = f"{difference}, was {measure.text(run.before)}"
+        change += "; lower is better" if change and measure.lower_is_better else ""
+        found.append(Tile(measure.name, measure.amount(run.after), measure.unit, with_hard_spaces(change)))
     if run.size:
         amount, unit = size_text(run.size).split()
         found.append(Tile("size", amount, unit, f"was {size_text(run.dense_size)}" if run.dense_size else ""))
@@ -51,16 +56,25 @@ def sentences(run: Run) -> str:
             f"network’s parameters took {size_text(run.dense_size)}, {ratio_text(run.ratio)} times as much."
         )
     if run.after is not None:
-        original = "" if run.before is None else f"; the original answered {run.before:.2f} %"
-        found.append(f"The network answers {run.after:.2f} % of the evaluation examples correctly{original}.")
+        found.append(_measured(run.measure, run.after, run.before))
         if run.untrained is not None and run.evaluations[-1].step > 0:
-            found.append(f"Clustering the same weights without training would give {run.untrained:.2f} %.")
+            untrained = run.measure.text(run.untrained)
+            found.append(f"Clustering the same weights without training would give {untrained}.")
     if run.finished and run.paper_size and run.dense_size:
         found.append(
             f"As the paper counts, without the file’s names and running statistics, the size is "
             f"{size_text(run.paper_size)}: {ratio_text(run.dense_size / run.paper_size)} times less."
         )
     return with_hard_spaces(" ".join(found))
+
+
+def _measured(measure: Measure, after: float, before: float | None) -> str:
+    now, then = measure.text(after), "" if before is None else measure.text(before)
+    if measure is PERPLEXITY:
+        original = f"; that of the original was {then}" if then else ""
+        return f"The network’s perplexity on the evaluation texts is {now}, where lower is better{original}."
+    original = f"; the original answered {then}" if then else ""
+    return f"The network answers {now} of the evaluation examples correctly{original}."
 
 
 def with_hard_spaces(text: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from ...foundation import jsonl
 from ..errors import Problem, reason_of
+from ..measures import Measure, named_measure
 from ..run_folder import (
     FILES,
     EvalRecord,
@@ -24,6 +25,7 @@ from ..run_folder import (
     Result,
     RunFolder,
     StepRecord,
+    figures,
 )
 
 Number = float | None
@@ -48,7 +50,7 @@ class Step(_Logged):
 
 @dataclass(frozen=True)
 class Evaluation(_Logged):
-    """A logged evaluation; accuracies in percent."""
+    """A logged evaluation."""
 
     epoch: Number
     soft: Number
@@ -100,8 +102,9 @@ class Run:
     plan_bytes: Number
     plan_dense_bytes: Number
     finished: bool
-    before: Number  # the accuracy of the uncompressed model, in percent
-    accuracy_after: Number  # that of the file
+    measure: Measure  # what was measured before and after, and at every evaluation
+    before: Number  # of the uncompressed model
+    measured_after: Number  # of the file
     bytes_dense: Number
     bytes_paper: Number
     bytes_file: Number
@@ -122,14 +125,14 @@ class Run:
 
     @property
     def after(self) -> Number:
-        """The accuracy of the file; of a run still going that of the last evaluation."""
+        """What was measured of the file; of a run still going that of the last evaluation."""
         if self.finished:
-            return self.accuracy_after
+            return self.measured_after
         return next((record.snapped for record in reversed(self.evaluations) if record.snapped is not None), None)
 
     @property
     def untrained(self) -> Number:
-        """The accuracy of k-means alone, before any training step."""
+        """What was measured of k-means alone, before any training step."""
         return next((record.snapped for record in self.evaluations if record.step == 0), None)
 
     @property
@@ -191,6 +194,9 @@ def read(path: str | os.PathLike) -> Run:
     config = _config(folder.config, config_text)
     plan, result = cast(PlanFile, _json(folder.plan)), cast(Result, _json(folder.result))
     log = _log(folder.log)
+    measure, before, after = figures(result)
+    if not result and log["eval"]:
+        measure = named_measure(log["eval"][-1].get("metric"))
     command, seed = result.get("command") or config.get("command"), result.get("seed")
     model, plan_text = config.get("model"), plan.get("text")
     return Run(
@@ -203,8 +209,9 @@ def read(path: str | os.PathLike) -> Run:
         plan_bytes=_amount(plan.get("bytes")),
         plan_dense_bytes=_amount(plan.get("dense_bytes")),
         finished=bool(result.get("finished")),
-        before=number(result.get("accuracy_before")),
-        accuracy_after=number(result.get("accuracy_after")),
+        measure=measure,
+        before=number(before),
+        measured_after=number(after),
         bytes_dense=_amount(result.get("bytes_dense")),
         bytes_paper=_amount(result.get("bytes_paper")),
         bytes_file=_amount(result.get("bytes_file")),

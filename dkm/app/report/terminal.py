@@ -13,17 +13,23 @@ def summary(path: str | os.PathLike) -> str:
     """A run folder in a few lines of at most 80 columns."""
     run = read(path)
     lines = [f"{run.name}, {run.plan_text}" if run.plan_text else run.name]
-    lines += [_accuracy(run), _size(run), _training(run), "" if run.finished else "  not finished"]
+    lines += [_measured(run), _size(run), _training(run), "" if run.finished else "  not finished"]
     shown = [line.rstrip() for line in lines if line]
     return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in shown)
 
 
-def _accuracy(run: Run) -> str:
-    if run.after is None:
+def _line(run: Run, label: str, figure: str, more: list[str]) -> str:
+    """A line of the table, whose first column is as wide as its longest label."""
+    return f"  {label:<{len(run.measure.name) + 2}}{figure:<14}" + ", ".join(more)
+
+
+def _measured(run: Run) -> str:
+    measure, after, before = run.measure, run.after, run.before
+    if after is None:
         return ""
-    more = [] if run.before is None else [f"was {run.before:.2f} %", f"{run.after - run.before:+.2f}"]
-    more += [] if run.untrained is None else [f"k-means alone {run.untrained:.2f}"]
-    return f"  accuracy  {f'{run.after:.2f} %':<14}" + ", ".join(more)
+    more = [] if before is None else [f"was {measure.text(before)}", measure.change(before, after)]
+    more += [] if run.untrained is None else [f"k-means alone {measure.amount(run.untrained)}"]
+    return _line(run, measure.name, measure.text(after), more)
 
 
 def _size(run: Run) -> str:
@@ -34,7 +40,7 @@ def _size(run: Run) -> str:
         more = [f"was {size_text(run.dense_size)}", f"{ratio_text(run.ratio)}x smaller"]
     if run.finished and run.paper_size:
         more.append(f"paper's count {size_text(run.paper_size)}")
-    return f"  size      {size_text(run.size):<14}" + ", ".join(more)
+    return _line(run, "size", size_text(run.size), more)
 
 
 def _training(run: Run) -> str:
@@ -42,4 +48,4 @@ def _training(run: Run) -> str:
         return ""
     more = [] if run.seconds is None else [f"in {duration_text(run.seconds)}"]
     more += [] if run.gap is None else [f"snapping changes weights by {percent_text(run.gap)}"]
-    return f"  trained   {f'{run.last_step:,} steps':<14}" + ", ".join(more)
+    return _line(run, "trained", f"{run.last_step:,} steps", more)

@@ -17,8 +17,3 @@ def duration_text(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def difference_text(difference: float) -> str:
-    """A difference of accuracies, with its sign; the minus is a real one, not a hyphen."""
-    return f"{difference:+.2f}".replace("-", "−")

@@ -7,7 +7,8 @@
     training       the training loop
     training_step  one step of the optimizer
     optimizer      the optimizer and its learning rate
-    evaluation     the accuracy of a model, and of a clustered model in training
+    evaluation     the score of a model, and of a clustered model in training
+    sampling       what a language model writes, to be trained on
     stopping       Ctrl-C and SIGTERM, and how several processes agree to stop
     listener       whoever shows what happens, such as the terminal
 

@@ -1,10 +1,11 @@
 """`compress`: a whole run, from its settings to its result."""
 
 import contextlib
+import math
 import platform
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,13 @@ from ..errors import Problem, as_problems
 from ..processes import rank
 from ..run_folder import Checkpoint, Result, RunFolder, plan_file
 from ..settings import Settings, as_command, clustering_options
+from ..tasks import LanguageTask
 from .evaluation import evaluate
 from .listener import Listener
+from .sampling import write_texts
 from .stage import Stage, open_stage
 from .stopping import stop_requests
 from .training import Training
-
-MEASURED = 256  # examples on which the cost of clustering each layer is measured, for a plan of a given size
 
 
 def compress(settings: Settings, listener: Listener | None = None, *, resume: bool = False) -> Result:
@@ -73,7 +74,7 @@ class _Run:
         self.text = self.folder.read_plan()["text"] if resume else settings.plan
         self.plan = self._known_plan()
         self.checkpoint = self._read_checkpoint() if resume else None
-        self.before = 0.0  # accuracy of the uncompressed model
+        self.before = 0.0  # what the task measures, of the uncompressed model
 
     def _known_plan(self) -> Plan | None:
         """The plan, unless one has yet to be chosen for a size."""
@@ -103,10 +104,14 @@ class _Run:
         """Measure the uncompressed model, cluster it, make the folder; returns the training, ready to run."""
         settings, model, checkpoint = self.settings, self.model.eval(), self.checkpoint
         if checkpoint is None:
-            self.before = evaluate(self.stage, model).accuracy
+            self.before = evaluate(self.stage, model).value
+            if not math.isfinite(self.before):
+                name = self.stage.task.measure.name
+                raise Problem(f"the {name} of the uncompressed model is {self.before}: it is not a trained model")
             self.listener.measured_before(self.before, self.stage.task)
         else:
             self.before = checkpoint["before"]
+        samples = self._own_texts()
         if self.plan is None:
             self.listener.note(f"choosing bits and dim for {settings.target_size} by what each costs the loss ...")
             self.plan = _plan_for_size(self.stage, model)
@@ -116,7 +121,7 @@ class _Run:
             compress_(model, self.plan, method=settings.method, **clustering_options(settings, self.steps))
         self.listener.planned(self.plan)
         if not self.resume and self.is_main_process:
-            self.folder.create(settings, plan_file(self.plan, self.text or ""))
+            self.folder.create(settings, plan_file(self.plan, self.text or ""), samples)
         training = Training(
             self.stage,
             model,
@@ -132,6 +137,20 @@ class _Run:
             training.restore(checkpoint)
         return training
 
+    def _own_texts(self) -> Tensor | None:
+        """Let the uncompressed language model write the texts to train on, once: a resumed run reads them."""
+        task = self.stage.task
+        if not isinstance(task, LanguageTask) or task.own is None:
+            return None
+        if self.resume:
+            samples = self.folder.read_samples()
+        else:
+            enough = task.measured_count if self.settings.target_size is not None else 0
+            count = self.order.examples if self.steps else enough
+            samples = write_texts(self.stage, self.model, task.own, count, self.listener)
+        task.use_own_texts(samples)
+        return samples
+
     def finish(self, training: Training) -> Result:
         """Write the file, measure it, and write the result and the report."""
         accelerator, file = self.stage.accelerator, self.folder.model
@@ -141,7 +160,7 @@ class _Run:
         accelerator.wait_for_everyone()
         fresh = self.stage.build_model().model
         load(file, into=fresh)
-        after = evaluate(self.stage, fresh.to(accelerator.device).eval()).accuracy
+        after = evaluate(self.stage, fresh.to(accelerator.device).eval()).value
         if self.is_main_process:
             result = self._result(after, training.elapsed())
             self.folder.write_result(result)
@@ -155,9 +174,9 @@ class _Run:
     def _result(self, after: float, seconds: float) -> Result:
         assert self.plan is not None  # since `start`
         dense, file_bytes = 4 * self.plan.parameters, self.folder.model.stat().st_size
-        return Result(
-            accuracy_before=self.before,
-            accuracy_after=after,
+        name = self.stage.task.measure.name
+        result = Result(
+            metric=name,
             bytes_dense=dense,
             bytes_paper=self.plan.bytes,
             bytes_file=file_bytes,
@@ -169,6 +188,7 @@ class _Run:
             finished=True,
             environment=_environment(self.stage.accelerator),
         )
+        return cast(Result, {f"{name}_before": self.before, f"{name}_after": after, **result})
 
 
 def _plan_for_size(stage: Stage, model: nn.Module) -> Plan:
@@ -178,11 +198,11 @@ def _plan_for_size(stage: Stage, model: nn.Module) -> Plan:
     settings, task = stage.settings, stage.task
 
     def forward(model: nn.Module, batch: Any) -> Tensor:
-        args, kwargs, _ = task.split(batch)
+        args, kwargs, labels = task.split(batch)
         with stage.accelerator.autocast():
-            return task.logits(model(*args, **kwargs)).float()
+            return task.compared(model(*args, **kwargs), labels).logits.float()
 
-    loss = divergence(model, stage.sample(MEASURED), forward=forward)
+    loss = divergence(model, stage.sample(task.measured_count), forward=forward)
     with as_problems():
         plan = make_plan(model, settings.plan, size=settings.target_size, loss=loss, seed=settings.seed)
     if stage.accelerator.num_processes > 1:  # devices round differently, and all processes need the same plan

@@ -35,7 +35,8 @@ def evaluate(stage: Stage, model: nn.Module) -> Score:
                 stopped.fill_(1)
                 break
             args, kwargs, labels = task.split(stage.move(batch))
-            metric.add(task.logits(model(*args, **kwargs)).float(), labels)
+            compared = task.compared(model(*args, **kwargs), labels)
+            metric.add(compared.logits.float(), compared.labels)
     *sums, stops = accelerator.reduce(torch.cat([metric.sums, stopped])).tolist()
     if stops:
         raise Stopped

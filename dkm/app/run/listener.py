@@ -11,8 +11,11 @@ class Listener:
     def note(self, text: str) -> None:
         """A line of text for the user."""
 
-    def measured_before(self, accuracy: float, task: Task) -> None:
-        """The uncompressed model was evaluated; in percent."""
+    def measured_before(self, value: float, task: Task) -> None:
+        """The uncompressed model was evaluated; `value` is what the task measures."""
+
+    def sampled(self, done: int, count: int) -> None:
+        """The uncompressed language model has written so many of the texts to train on; 0 before it begins."""
 
     def planned(self, plan: Plan) -> None:
         """It is decided what becomes of each tensor."""

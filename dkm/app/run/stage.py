@@ -12,7 +12,7 @@ from .. import models
 from ..errors import Problem, as_problems
 from ..processes import has_several_processes
 from ..settings import Settings
-from ..tasks import Task, open_task
+from ..tasks import LanguageTask, Task, open_task
 from ..tasks.batches import batches
 from .listener import Listener
 from .order import Order, seed_from
@@ -44,6 +44,9 @@ class Stage:
         self.batch_size = min(self.batch_size, count // processes)
         if not self.batch_size:
             raise Problem(f"{count} {self.task.unit} are too few for {processes} processes")
+        if isinstance(self.task, LanguageTask) and self.task.own is not None:
+            count -= count % (self.batch_size * processes)  # the model need not write what no step sees
+            self.task.own.count = count
         return Order(count, self.batch_size, processes, rank, self.settings.seed)
 
     def move(self, batch: Any) -> Any:

@@ -28,7 +28,7 @@ class Training:
         model: clustered already.
         teacher: the model as it was, to learn from; or None.
         steps: of the optimizer, in the whole run.
-        before: the accuracy of the uncompressed model, which checkpoints carry along.
+        before: the accuracy or perplexity of the uncompressed model, which checkpoints carry along.
         started: the value of `time.perf_counter()` when the run began.
     """
 
@@ -120,10 +120,11 @@ class Training:
         loss = scores.snapped.loss
         evaluation = EvalRecord(
             kind="eval",
+            metric=self.stage.task.measure.name,
             step=self.done,
             epoch=self._epoch(),
-            soft=None if scores.train_time is None else scores.train_time.accuracy,
-            snapped=scores.snapped.accuracy,
+            soft=None if scores.train_time is None else scores.train_time.value,
+            snapped=scores.snapped.value,
             loss=loss if math.isfinite(loss) else None,
         )
         self._log(evaluation)

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...training.capture import capture
 from ...training.distill import distill
+from ..tasks.task import Compared
 from .listener import Listener
 from .optimizer import learning_rate, make_optimizer, set_learning_rate
 from .order import seed_from
@@ -98,21 +99,28 @@ class TrainingStep:
     ) -> Tensor:
         settings, task = self.settings, self.stage.task
         args, kwargs = ((), x) if isinstance(x, dict) else ((x,), {})
-        weighted_labels: list[tuple[Tensor, Tensor | float]] = [(labels, 1.0)]
         if other is not None and share is not None and isinstance(x, Tensor):
             args = (x * share + x[other] * (1 - share),)
-            weighted_labels = [(labels, share), (labels[other], 1 - share)]
+
+        def compared(model: nn.Module) -> Compared:
+            may_be_filled_up = not task.batches_have_one_shape
+            return task.compared(model(*args, **kwargs), labels, may_be_filled_up=may_be_filled_up)
+
         with self.accelerator.autocast():
-            logits = task.logits(self.wrapped(*args, **kwargs)).float()
+            logits, wanted = compared(self.wrapped)
+            logits = logits.float()
+            weighted_labels: list[tuple[Tensor, Tensor | float]] = [(wanted, 1.0)]
+            if other is not None and share is not None:
+                weighted_labels = [(wanted, share), (wanted[other], 1 - share)]
             loss: Tensor | float = 0.0
             label_share = 1.0
             if self.teacher is not None:
                 with torch.no_grad():
-                    taught = task.logits(self.teacher(*args, **kwargs))
+                    taught = compared(self.teacher).logits
                 label_share = settings.label_share
                 loss = (1 - label_share) * distill(logits, taught, temperature=settings.temperature)
-            for wanted, weight in weighted_labels if label_share else ():
+            for target, weight in weighted_labels if label_share else ():
                 smoothing = settings.label_smoothing
-                loss = loss + label_share * weight * F.cross_entropy(logits, wanted, label_smoothing=smoothing)
+                loss = loss + label_share * weight * F.cross_entropy(logits, target, label_smoothing=smoothing)
         assert isinstance(loss, Tensor)  # there is a teacher, or the labels have the whole share
         return loss

@@ -8,6 +8,7 @@ from .folder import FILES, RunFolder
 from .schema import (
     Checkpoint,
     EvalRecord,
+    Figures,
     HistogramRecord,
     LayersRecord,
     PlanFile,
@@ -17,6 +18,7 @@ from .schema import (
     StepRecord,
     TensorNumbers,
     TotalNumbers,
+    figures,
     plan_file,
 )
 
@@ -24,6 +26,7 @@ __all__ = [
     "FILES",
     "Checkpoint",
     "EvalRecord",
+    "Figures",
     "HistogramRecord",
     "LayersRecord",
     "PlanFile",
@@ -34,5 +37,6 @@ __all__ = [
     "StepRecord",
     "TensorNumbers",
     "TotalNumbers",
+    "figures",
     "plan_file",
 ]

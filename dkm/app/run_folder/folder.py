@@ -2,6 +2,8 @@
 
 config.toml     the settings, all of them
 plan.json       what becomes of each tensor
+samples.safetensors
+                the texts that a language model wrote to be trained on, as tokens
 log.jsonl       a line for each logged step, evaluation, look at the layers, and histogram
 checkpoints/    last.pt, to resume from
 model.dkm       the result
@@ -17,16 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import safetensors.torch
 import torch
+from torch import Tensor
 
 from ...foundation import jsonl
 from ...foundation.atomic import Writer, write_atomically
 from ..errors import Problem, reason_of
+from ..measures import LARGEST
 from ..settings import Settings, as_toml, make, read
 from .lock import locked
-from .schema import Checkpoint, PlanFile, Record, Result
+from .schema import Checkpoint, PlanFile, Record, Result, figures
 
-LARGEST = 1e100  # of the figures in result.json
 _START_ANEW = "start the run anew in another --out"
 _TRAIN_AGAIN = "take the file away, and --resume writes it again"
 
@@ -53,6 +57,11 @@ class RunFolder:
     def log(self) -> Path:
         """A line for each record; see `schema`."""
         return self.path / "log.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """The language model's own texts; only there where it is trained on those."""
+        return self.path / "samples.safetensors"
 
     @property
     def checkpoint(self) -> Path:
@@ -97,13 +106,27 @@ class RunFolder:
             raise Problem(f"{self.plan} does not hold the plan of a run: {_START_ANEW}")
         return cast(PlanFile, plan)
 
+    def read_samples(self) -> Tensor:
+        """The `(texts, length)` int32 tokens that the uncompressed model wrote."""
+        try:
+            tokens = safetensors.torch.load_file(self.samples)["tokens"]
+        except OSError as error:
+            raise Problem(f"cannot read {self.samples}: {reason_of(error)}; {_START_ANEW}") from None
+        except Exception:  # safetensors raises its own kind, and a missing name is a KeyError
+            raise Problem(f"{self.samples} does not hold the texts of a run, or is cut off: {_START_ANEW}") from None
+        if tokens.ndim != 2 or tokens.dtype != torch.int32:
+            raise Problem(f"{self.samples} does not hold the texts of a run: {_START_ANEW}")
+        return tokens
+
     def read_result(self) -> Result | None:
         """The figures of the run; None until it is finished."""
         if not self.result.is_file():
             return None
         result = _read_json(self.result)
-        for name in ("accuracy_before", "accuracy_after", "bytes_dense", "bytes_file", "ratio", "seconds"):
-            value = result.get(name)
+        measure, before, after = figures(cast(Result, result))
+        needed = {f"{measure.name}_before": before, f"{measure.name}_after": after}
+        needed |= {name: result.get(name) for name in ("bytes_dense", "bytes_file", "ratio", "seconds")}
+        for name, value in needed.items():
             if not isinstance(value, int | float) or not abs(value) < LARGEST:
                 raise Problem(f"{self.result} does not hold the figures of a run, such as {name}: {_TRAIN_AGAIN}")
         return cast(Result, result)
@@ -128,7 +151,7 @@ class RunFolder:
 
     # --- writing
 
-    def create(self, settings: Settings, plan: PlanFile) -> None:
+    def create(self, settings: Settings, plan: PlanFile, samples: Tensor | None = None) -> None:
         """Make the folder with its first files: whole, or not at all.  An empty folder may be there already."""
         partial = self.path.with_name(f".{self.path.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed at this very moment
@@ -136,6 +159,8 @@ class RunFolder:
             (partial / "checkpoints").mkdir(parents=True)
             write_atomically(partial / self.config.name, as_toml(settings))
             write_atomically(partial / self.plan.name, json.dumps(plan, indent=1) + "\n")
+            if samples is not None:
+                write_atomically(partial / self.samples.name, safetensors.torch.save({"tokens": samples}))
             os.rename(partial, self.path)
         except OSError as error:
             raise Problem(f"cannot make the folder {self.path}: {reason_of(error)}") from None

@@ -4,11 +4,12 @@ All accuracies are in percent, all sizes in bytes, all times in seconds.  A numb
 where it does not exist, or where it is not finite because the training diverged.
 """
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 from torch import Tensor
 
 from ...plans.rows import Plan
+from ..measures import Measure, named_measure
 
 # --- plan.json -----------------------------------------------------------------------------------
 
@@ -69,10 +70,11 @@ class EvalRecord(TypedDict):
     """An evaluation."""
 
     kind: Literal["eval"]
+    metric: NotRequired[str]  # what soft and snapped are: accuracy, also where this is missing, or perplexity
     step: int
     epoch: float
-    soft: float | None  # accuracy with train-time weights; None before the first step
-    snapped: float | None  # accuracy with snapped weights
+    soft: float | None  # with train-time weights; None before the first step
+    snapped: float | None  # with snapped weights
     loss: NotRequired[float | None]  # of the snapped weights
 
 
@@ -127,8 +129,11 @@ Record = StepRecord | EvalRecord | LayersRecord | HistogramRecord
 class Result(TypedDict):
     """result.json: the figures of a finished run."""
 
-    accuracy_before: float
-    accuracy_after: float  # of the file, read back
+    metric: NotRequired[str]  # accuracy, also where this is missing, or perplexity; the file has the figures of one
+    accuracy_before: NotRequired[float]
+    accuracy_after: NotRequired[float]  # of the file, read back
+    perplexity_before: NotRequired[float]
+    perplexity_after: NotRequired[float]
     bytes_dense: int  # of the parameters in float32
     bytes_paper: int  # of the compressed parameters, as the paper counts
     bytes_file: int
@@ -139,6 +144,21 @@ class Result(TypedDict):
     seed: int
     finished: bool
     environment: dict[str, str]
+
+
+class Figures(NamedTuple):
+    """What was measured before and after, and what that is."""
+
+    measure: Measure
+    before: Any  # a number, where the file is one that dkm wrote
+    after: Any
+
+
+def figures(result: Result) -> Figures:
+    """What result.json says about the model; None for what it does not have."""
+    measure = named_measure(result.get("metric"))
+    before, after = (result.get(f"{measure.name}_{when}") for when in ("before", "after"))
+    return Figures(measure, before, after)
 
 
 # --- checkpoints/last.pt -------------------------------------------------------------------------
@@ -154,7 +174,7 @@ class Checkpoint(TypedDict):
     done: int  # optimizer steps
     evaluated: int  # the step of the last evaluation; -1 before the first
     lines: int  # of log.jsonl: the lines after these belong to steps that are done again
-    before: float  # the accuracy of the uncompressed model
+    before: float  # the accuracy or perplexity of the uncompressed model
     seconds: float  # of work until here
     steps: int  # optimizer steps of the whole run
     world: int  # processes

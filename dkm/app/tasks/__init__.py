@@ -2,6 +2,7 @@
 
     FunctionTask   a function of the user's own, FILE.py:FUNCTION
     TextTask       tables of texts
+    LanguageTask   texts for a language model, or its own
     ImageTask      images in class folders or tar files
 
 A task says everything that depends on the kind of data: how `--data` is opened, the defaults of batch size and learning
@@ -12,16 +13,18 @@ from ..errors import Problem
 from ..settings import Settings
 from .functions import FunctionTask
 from .images import ImageTask
+from .language import LanguageTask
 from .task import Task
 from .texts import TextTask
 
-KINDS: tuple[type[Task], ...] = (FunctionTask, TextTask, ImageTask)  # the first one that recognizes the data opens it
+# The first one that recognizes the data opens it.
+KINDS: tuple[type[Task], ...] = (FunctionTask, TextTask, LanguageTask, ImageTask)
 
-__all__ = ["KINDS", "Task", "open_task"]
+__all__ = ["KINDS", "LanguageTask", "Task", "open_task"]
 
 
 def open_task(settings: Settings) -> Task:
     """Open what `--data` and `--eval-data` name.  Reads names and tables, but no images yet."""
     if not settings.data:
-        raise Problem("no data: give --data FOLDER, a .tar file of class folders, a table, or FILE.py:FUNCTION")
+        raise Problem("no data: give --data FOLDER, a .tar file of class folders, a table, text, or FILE.py:FUNCTION")
     return next(kind for kind in KINDS if kind.recognizes(settings)).open(settings)

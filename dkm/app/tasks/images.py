@@ -20,7 +20,7 @@ class ImageTask(Task):
     """Images in class folders or tar files.  All of them are cropped to one size."""
 
     unit: ClassVar[str] = "images"
-    batches_have_one_shape: ClassVar[bool] = True
+    batches_have_one_shape = True
 
     @classmethod
     def recognizes(cls, settings: Settings) -> bool:

@@ -1,5 +1,6 @@
 """What is measured on the evaluation examples: sums over batches, which also add up over processes."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,13 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import Problem
+from ..measures import LARGEST
 
 
 class Score(NamedTuple):
     """The result of an evaluation."""
 
-    accuracy: float  # in percent
-    loss: float  # mean over the examples
+    value: float  # of what the task measures: accuracy in percent, or perplexity
+    loss: float  # mean over the examples, or over the tokens
 
 
 class Metric(ABC):
@@ -63,3 +65,22 @@ class Classification(Metric):
         """Accuracy in percent, and the mean cross-entropy."""
         right, loss, count = sums
         return Score(100 * right / count, loss / count)
+
+
+class NextToken(Metric):
+    """Perplexity, exp of the mean negative log likelihood of a token.  `sums` are: that of all tokens, tokens."""
+
+    def __init__(self, device: torch.device):
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Count `(tokens, vocabulary)` logits for the `(tokens,)` that came."""
+        likelihoods = F.cross_entropy(logits, labels, reduction="none")
+        self.sums[0] += likelihoods.double().sum()
+        self.sums[1] += len(labels)
+
+    @staticmethod
+    def score(sums: Sequence[float]) -> Score:
+        """The perplexity, infinite where it is larger than any that a file of a run may hold; and its logarithm."""
+        loss = sums[0] / sums[1]
+        return Score(math.inf if loss > math.log(LARGEST) else math.exp(loss), loss)

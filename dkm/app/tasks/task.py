@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from ..errors import Problem
+from ..measures import ACCURACY, Measure
 from ..settings import Settings
 from .metrics import Classification, Metric
 
@@ -26,6 +27,13 @@ class Inputs(NamedTuple):
     labels: Tensor
 
 
+class Compared(NamedTuple):
+    """What the loss compares, with a row for each answer of the model."""
+
+    logits: Tensor  # (rows, classes)
+    labels: Tensor  # (rows,)
+
+
 class Task(ABC):
     """Opened data of one kind.
 
@@ -37,7 +45,9 @@ class Task(ABC):
     default_batch_size: ClassVar[int] = 64  # in each process
     default_lr: ClassVar[float] = 3e-4  # the highest learning rate, with Adam and AdamW
     default_sgd_lr: ClassVar[float] = 0.008
-    batches_have_one_shape: ClassVar[bool] = False  # only then the steps can be a CUDA graph
+    measure: ClassVar[Measure] = ACCURACY
+    measured_count: ClassVar[int] = 256  # examples on which the cost of clustering each layer is measured
+    batches_have_one_shape = False  # those to train on; only then the steps can be a CUDA graph
 
     def __init__(
         self,
@@ -89,6 +99,14 @@ class Task(ABC):
     def logits(self, output: Any) -> Tensor:
         """What the model returned -> `(batch, classes)`.  Models of transformers return an object that holds them."""
         return getattr(output, "logits", output)
+
+    def compared(self, output: Any, labels: Tensor, *, may_be_filled_up: bool = True) -> Compared:
+        """The model's answers and the labels that belong to them.
+
+        Where examples have different lengths, a batch is filled up; what is only filling is left out here.  Without
+        `may_be_filled_up` there is none.
+        """
+        return Compared(self.logits(output), labels)
 
 
 def held_out(examples: Sequence[Example]) -> Sequence[Example]:

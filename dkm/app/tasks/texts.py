@@ -7,12 +7,14 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .. import models
 from ..errors import Problem
 from ..settings import Settings
 from .labels import label_ids
 from .tables import TABLES, TextRow, find_table, read_table
 from .task import Task, check_that_paths_exist, held_out
+from .transformer_files import tokenizer_and_config
+
+LENGTH = 128  # tokens of a text, where the user gives no number
 
 
 class TextTask(Task):
@@ -34,7 +36,7 @@ class TextTask(Task):
         train_at = _tables(settings.data, "train")
         names = ("dev", "validation", "val", "valid")
         eval_at = _tables(settings.eval_data, *names) or [find_table(settings.data[0], *names) or train_at[0]]
-        tokenizer, config = _tokenizer_and_config(settings)
+        tokenizer, config = tokenizer_and_config(str(settings.model))
         train = [row for path in train_at for row in read_table(path, settings)]
         if eval_at == train_at[:1]:  # nothing was given to evaluate on
             kept_back = rows_held_out([row.label for row in train])
@@ -51,7 +53,7 @@ class TextTask(Task):
 
         def encode(rows: list[TextRow]) -> Texts:
             columns = [list(column) for column in zip(*(row.texts for row in rows), strict=True)]
-            encoded = tokenizer(*columns, truncation=True, max_length=settings.max_length)
+            encoded = tokenizer(*columns, truncation=True, max_length=settings.max_length or LENGTH)
             tokens = [{key: encoded[key][i] for key in encoded} for i in range(len(rows))]
             return Texts(tokens, [ids[row.label] for row in rows])
 
@@ -96,22 +98,3 @@ def _tables(paths: Sequence[str], *stems: str) -> list[Path]:
         if table is None:
             raise Problem(f"{path} is not a table ({', '.join(TABLES)})")
     return [table for table in found if table is not None]
-
-
-def _tokenizer_and_config(settings: Settings) -> tuple[Any, Any]:
-    """What the folder of the model has for texts; Problem where the model is not one of transformers."""
-    assert settings.model is not None
-    if not models.is_transformer(settings.model):
-        raise Problem(f"texts need a transformers model: {settings.model} is not a folder with its files")
-    try:
-        import transformers
-    except ImportError:
-        raise Problem("texts need transformers: pip install transformers") from None
-    transformers.logging.set_verbosity_error()
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model, local_files_only=True)
-        config = transformers.AutoConfig.from_pretrained(settings.model, local_files_only=True)
-    except (OSError, ValueError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise Problem(f"cannot read the tokenizer in {settings.model}: {line}") from None
-    return tokenizer, config

@@ -126,27 +126,13 @@ def backward(
     *,
     reduce: Reduce | None = None,
     centroids: bool = True,
+    temperature: bool = False,
 ) -> Gradients:
     """The backward pass that belongs to `forward`."""
     backend = kernels.choose(options.impl, W, trace.trail.shape[2] - 1)
     with _no_autocast(W):
-        return backend.backward(G, W, tau, trace, options, reduce=reduce, centroids=centroids)
-
-
-def tau_gradient(
-    G: Tensor, W_tilde: Tensor, W: Tensor, tau: Tensor, trace: Trace, gradients: Gradients, options: ClusterOptions
-) -> Tensor:
-    """The gradient of tau, without another pass over the attention.
-
-    Scaling W and C by s and tau by s^2 (by s for the plain distance) scales W_tilde by s: by Euler's theorem on
-    homogeneous functions, the gradients times their arguments, tau's counted twice, add up to <G, W_tilde>.
-    """
-    scaled = (G.double() * W_tilde - gradients.dW.double() * W).sum()
-    if options.gradient != "implicit":  # a fixed point is a function of W and tau alone
-        assert gradients.dC is not None
-        first = torch.zeros_like(trace.iterations) if options.gradient == "unrolled" else trace.iterations - 1
-        scaled -= (gradients.dC * trace.trail.index_select(0, first.view(1))[0, :, :-1]).sum()
-    return (scaled / tau / (2 if options.metric == "sqeuclidean" else 1)).to(tau.dtype).view(tau.shape)
+        wanted = dict(centroids=centroids, temperature=temperature)
+        return backend.backward(G, W, tau, trace, options, reduce=reduce, **wanted)
 
 
 def _no_autocast(W: Tensor) -> AbstractContextManager[None]:
@@ -162,26 +148,21 @@ Backward = Callable[..., Gradients]
 
 
 def _save(ctx: Any, W: Tensor, C: Tensor, tau: Tensor, options: ClusterOptions, output: Output) -> None:
-    W_tilde, *trace = output
     ctx.options, ctx.C_dtype = options, C.dtype
-    ctx.save_for_backward(W, tau, *trace, W_tilde if tau.requires_grad else None)
+    ctx.save_for_backward(W, tau, *output[1:])
 
 
 def _gradients(ctx: Any, G: Tensor, backward: Backward) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of W, C and tau, as far as autograd wants them."""
-    W, tau, iterations, trail, progress, W_tilde = ctx.saved_tensors
-    trace, options = Trace(iterations, trail, progress), ctx.options
-    G = G.contiguous()
-    C_wanted = ctx.needs_input_grad[1]
-    centroids = W_tilde is not None or (C_wanted and options.gradient == "unrolled")
-    found = backward(G, W, tau, trace, options, centroids=centroids)
-    dtau = None if W_tilde is None else tau_gradient(G, W_tilde, W, tau, trace, found, options)
-    dC = None
+    W, tau, *tensors = ctx.saved_tensors
+    trace, options = Trace(*tensors), ctx.options
+    _, C_wanted, tau_wanted, *_ = ctx.needs_input_grad
+    centroids = C_wanted and options.gradient == "unrolled"
+    dW, dC, dtau = backward(G.contiguous(), W, tau, trace, options, centroids=centroids, temperature=tau_wanted)
     if C_wanted:
-        dC = torch.zeros_like(trail[0, :, :-1]) if options.gradient != "unrolled" else found.dC
-        assert dC is not None
+        dC = torch.zeros_like(trace.trail[0, :, :-1]) if dC is None else dC
         dC = dC.to(ctx.C_dtype)
-    return found.dW, dC, dtau
+    return dW, dC, None if dtau is None else dtau.view(tau.shape)
 
 
 class _Cluster(torch.autograd.Function):
@@ -290,26 +271,30 @@ def _(
 @torch.library.custom_op("dkm::cluster_backward", mutates_args=())
 def _backward_operator(
     G: Tensor, W: Tensor, tau: Tensor, iterations: Tensor, trail: Tensor, progress: Tensor,
-    eps: float, max_iter: int, metric: str, gradient: str, impl: str, centroids: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    eps: float, max_iter: int, metric: str, gradient: str, impl: str, centroids: bool, temperature: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     options = ClusterOptions(eps=eps, max_iter=max_iter, metric=metric, gradient=gradient, impl=impl)
-    dW, dC = backward(G, W, tau, Trace(iterations, trail, progress), options, centroids=centroids)
-    return dW, trail.new_empty(0) if dC is None else dC  # an operator returns tensors
+    trace = Trace(iterations, trail, progress)
+    dW, *rest = backward(G, W, tau, trace, options, centroids=centroids, temperature=temperature)
+    dC, dtau = (trail.new_empty(0) if found is None else found for found in rest)  # an operator returns tensors
+    return dW, dC, dtau
 
 
 @_backward_operator.register_fake
 def _(
     G: Tensor, W: Tensor, tau: Tensor, iterations: Tensor, trail: Tensor, progress: Tensor,
-    eps: float, max_iter: int, metric: str, gradient: str, impl: str, centroids: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(W), trail.new_empty((trail.shape[1], trail.shape[2] - 1) if centroids else 0)
+    eps: float, max_iter: int, metric: str, gradient: str, impl: str, centroids: bool, temperature: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dC = trail.new_empty((trail.shape[1], trail.shape[2] - 1) if centroids else 0)
+    return torch.empty_like(W), dC, trail.new_empty(() if temperature else 0)
 
 
 def _compiled_backward(
-    G: Tensor, W: Tensor, tau: Tensor, trace: Trace, options: ClusterOptions, *, centroids: bool
+    G: Tensor, W: Tensor, tau: Tensor, trace: Trace, options: ClusterOptions, *, centroids: bool, temperature: bool
 ) -> Gradients:
-    dW, dC = _backward_operator(G, W, tau, *trace, **_flat_options(options), centroids=centroids)
-    return Gradients(dW, dC)
+    wanted = dict(centroids=centroids, temperature=temperature)
+    dW, dC, dtau = _backward_operator(G, W, tau, *trace, **_flat_options(options), **wanted)
+    return Gradients(dW, dC if centroids else None, dtau if temperature else None)
 
 
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: Output) -> None:

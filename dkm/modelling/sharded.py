@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler with dkm
 
 from ..clustering import cluster as loop
-from ..clustering.kernels.backend import Gradients, Trace
+from ..clustering.kernels.backend import Trace
 from ..clustering.options import DKMOptions
 from ..clustering.vectors import compute_dtype
 from .clustered import Moment
@@ -85,7 +85,6 @@ class LastClustering(NamedTuple):
 
     trace: Trace
     tau: Tensor
-    W_tilde: Tensor | None  # for a learned tau only
 
 
 class Sharded:
@@ -145,7 +144,7 @@ class Sharded:
         W = clustered.scaled(vectors)
         W_tilde, trace = loop.forward(W, now.start, tau, clustered.loop, self.layout.sum)
         clustered.advance(trace.trail[-1, :, :-1].contiguous(), now, trace.iterations)
-        self.last = LastClustering(trace, tau, W_tilde if multiple is not None else None)
+        self.last = LastClustering(trace, tau)
         return clustered.unscaled(W_tilde)
 
     @_disable_dynamo  # a graph that torch.compile traced would leave out the hooks
@@ -217,30 +216,25 @@ class Sharded:
 
     def through_clustering(self, rows: Tensor) -> Tensor:
         """From this rank's rows of the gradient of W~ to its rows of the gradient of W."""
-        options, (trace, tau, W_tilde) = self.clustered.loop, self.last
+        options, (trace, tau) = self.clustered.loop, self.last
         # the gradients of the scaled weight, as autograd would make them of `scaled` and `unscaled`
         own, device = self.parameter._local_tensor.as_subclass(Tensor), trace.trail.device
         G, W = (
             self.layout.vectors(values.to(device).reshape(-1))
             for values in (self.clustered.unscaled(rows), self.clustered.scaled(own))
         )
-        asked_for = W_tilde is not None
-        gradients = loop.backward(G, W, tau, trace, options, reduce=self.layout.sum, centroids=asked_for)
-        if W_tilde is not None:
-            self._add_to_multiple(G, W_tilde, W, gradients)
-        return self.clustered.scaled(self.layout.rows(gradients.dW)).view(rows.shape)
+        learned = self.multiple is not None and self.multiple.requires_grad
+        wanted = dict(centroids=False, temperature=learned)
+        dW, _, dtau = loop.backward(G, W, tau, trace, options, reduce=self.layout.sum, **wanted)
+        if dtau is not None:
+            self._add_to_multiple(self.layout.sum(dtau) * tau)
+        return self.clustered.scaled(self.layout.rows(dW)).view(rows.shape)
 
-    def _add_to_multiple(self, G: Tensor, W_tilde: Tensor, W: Tensor, gradients: Gradients) -> None:
+    def _add_to_multiple(self, gradient: Tensor) -> None:
         """Add to the gradient of a learned temperature.  FSDP2 has sharded it as well: one rank has its one element."""
-        if self.multiple is None or not self.multiple.requires_grad:
-            return
-        trace, tau, _ = self.last
-        assert gradients.dC is not None
-        share = gradients._replace(dC=gradients.dC / self.layout.ranks)  # dC is a sum over all ranks already
-        dtau = self.layout.sum(loop.tau_gradient(G, W_tilde, W, tau, trace, share, self.clustered.loop))
         if self.multiple.grad is None:
             self.multiple.grad = torch.zeros_like(self.multiple)
-        self.multiple.grad._local_tensor.add_(dtau * tau)
+        self.multiple.grad._local_tensor.add_(gradient)
 
 
 class _Through(torch.autograd.Function):

@@ -239,6 +239,15 @@ def test_compiles_without_graph_breaks():
     torch.testing.assert_close(torch.autograd.grad(W_tilde, W, G)[0], wanted["dW"])
 
 
+def test_compiles_with_a_learned_tau():
+    W, C, G = problem(101, 2, 4, torch.float32)
+    results = []
+    for call in (cluster, torch.compile(cluster, fullgraph=True, backend="aot_eager")):
+        tau = torch.tensor(1e-3, requires_grad=True)
+        results.append(torch.autograd.grad(call(W, C, tau=tau, impl="blocked").W_tilde, tau, G)[0])
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck's own
 def test_operator_is_registered_properly():
     W, C, _ = problem(31, 2, 4)

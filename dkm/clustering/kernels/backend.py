@@ -38,6 +38,8 @@ class Gradients(NamedTuple):
 
     dW: Tensor  # (N,)
     dC: Tensor | None  # (k, d), where it was asked for
+    # (), in the compute dtype, where it was asked for.  Where W is a shard, this is the share of its own vectors only.
+    dtau: Tensor | None = None
 
 
 class State(NamedTuple):
@@ -74,6 +76,7 @@ class Backend(Protocol):
         *,
         reduce: Reduce | None = None,
         centroids: bool = True,
+        temperature: bool = False,
     ) -> Gradients:
         """From the gradient of W_tilde, G `(N,)`, to the gradient of W.
 
@@ -83,7 +86,8 @@ class Backend(Protocol):
             "last"        W_tilde = A C alone                  the last ones used, row iterations - 1
             "implicit"    the centroids as a fixed point       the same, through the linear system of `implicit.py`
 
-        dC is None unless `centroids` asks for it.  A training never does, and then there is less to compute.
+        dC is None unless `centroids` asks for it.  A training never does, and then there is less to compute.  dtau is
+        None unless `temperature` asks for it; it follows `options.gradient`, too.
         """
         ...
 

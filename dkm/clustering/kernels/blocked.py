@@ -18,7 +18,8 @@ new centroids from A.  In both cases the gradient of A is a product of two thin 
 
 The gradient of the logits is `A * (dA - mean)`, where `mean` is the sum of A dA over the centroids.  With
 `dlogits = A * (dA - mean) * slope`, the gradients through the distance are `dW += C^T dlogits - (1^T dlogits) w` and
-`dC += dlogits w^T - (dlogits 1) C`.
+`dC += dlogits w^T - (dlogits 1) C`.  The gradient of tau is the sum of `A * (dA - mean) * -logit / tau`; the logits are
+taken relative to the largest, because nothing changes, but for rounding, if a vector's logits are all shifted.
 
 For d = 1 the centroids are sorted, and with many centroids the weights are sorted, too.  A block then holds neighbours,
 and only the centroids within its reach are computed.
@@ -132,8 +133,8 @@ def _local_order(W: Tensor) -> Tensor:
 class _Attention:
     """The attention of one block of vectors after another to the centroids `C` `(k, d)`."""
 
-    def __init__(self, C: Tensor, tau: float, metric: str, vectors: _Vectors):
-        self.tau, self.metric, self.vectors = tau, metric, vectors
+    def __init__(self, C: Tensor, tau: float, metric: str, vectors: _Vectors, keep_logits: bool = False):
+        self.tau, self.metric, self.vectors, self.keep_logits = tau, metric, vectors, keep_logits
         self.slope = (2 if metric == "sqeuclidean" else 1) / tau
         # attention below the floor counts as zero
         self.floor = no_mass(C.dtype)
@@ -176,11 +177,15 @@ class _Attention:
         else:
             # |w|^2 cancels in the softmax: -|w - c|^2 / tau  ->  (2 w.c - |c|^2) / tau
             torch.mm(torch.cat([2 * C, -C.square().sum(1, keepdim=True)], 1).div_(self.tau), x, out=numerators)
-            if self.is_safe(w, C, numerators):
+            if not self.keep_logits and self.is_safe(w, C, numerators):
                 return _Block(near, center, x, C, numerators.exp_(), distance)
         # Clamped before exp, which takes 50 times as long where it underflows, as do products with such results.
-        numerators.sub_(numerators.amax(0)).clamp_(min=self.cutoff).exp_()
-        return _Block(near, center, x, C, torch.threshold_(numerators, self.floor, 0.0), distance)
+        numerators.sub_(numerators.amax(0)).clamp_(min=self.cutoff)
+        logits = None
+        if self.keep_logits:
+            logits = self.vectors.scratch("logits", (len(C), x.shape[1]), x).copy_(numerators)
+        numerators = torch.threshold_(numerators.exp_(), self.floor, 0.0)
+        return _Block(near, center, x, C, numerators, distance, logits)
 
     def is_safe(self, w: Tensor, C: Tensor, logits: Tensor) -> bool:
         """Whether exp of the logits needs no guards.  A bound that costs little is tried first, then the logits."""
@@ -212,6 +217,7 @@ class _Block(NamedTuple):
     C: Tensor  # (k', d)
     numerators: Tensor  # (k', b), of the softmax; in a buffer that the next block overwrites
     distance: Tensor | None  # (k', b): the plain distance, where that is the metric
+    logits: Tensor | None = None  # (k', b), relative to the largest, where they are kept; in a buffer, too
 
 
 def forward(
@@ -276,51 +282,63 @@ def backward(
     *,
     reduce: Reduce | None = None,
     centroids: bool = True,
+    temperature: bool = False,
 ) -> Gradients:
-    """From the gradient of W_tilde to those of W and, where asked for, of the centroids; see `backend.Backend`."""
+    """From the gradient of W_tilde to those of W and, where asked for, of the centroids and of tau; see
+    `backend.Backend`."""
     trail, used, gradient = trace.trail, int(trace.iterations), options.gradient
-    k, d, dtype, temperature = trail.shape[1], trail.shape[2] - 1, trail.dtype, float(tau)
+    k, d, dtype = trail.shape[1], trail.shape[2] - 1, trail.dtype
     vectors = _Vectors(W, k, d, dtype)
     columns = vectors.columns(W)
     # Several iterations are added up in dW: a sum in 16 bit would lose precision.
     dW = torch.zeros_like(columns, dtype=dtype)
+    into = _Totals(dW, trail.new_zeros(()) if temperature else None)
 
     def add_up(dC: Tensor | None) -> Tensor | None:
         return dC if reduce is None or dC is None else reduce(dC)
 
-    def through_update(dC: Tensor, t: int, dW: Tensor | None, wanted: bool = True) -> Tensor | None:
+    def attention_to(C: Tensor) -> _Attention:
+        return _Attention(C, float(tau), options.metric, vectors, keep_logits=temperature)
+
+    def through_update(dC: Tensor, t: int, into: _Totals | None, wanted: bool = True) -> Tensor | None:
         """Through iteration t: from the gradient of the centroids that it made to the gradient, if wanted, of those
-        that it started from.  What the weights receive is added to `dW`, if that is given."""
+        that it started from.  What the weights and tau receive is added to `into`, if that is given."""
         C, C_next, mass = trail[t, :, :d], trail[t + 1, :, :d], trail[t + 1, :, d:]
         H = torch.where(mass <= no_mass(dtype), 0.0, dC / mass)
-        attention = _Attention(C, temperature, options.metric, vectors)
-        return add_up(_through_update(H, C_next, columns, dW, vectors, attention, wanted))
+        return add_up(_through_update(H, C_next, columns, into, vectors, attention_to(C), wanted))
 
     def through_last_update(dC: Tensor) -> Tensor:
         result = through_update(dC, used - 1, None)
         assert result is not None
         return result
 
-    last = _Attention(trail[used - 1, :, :d], temperature, options.metric, vectors)
+    last = attention_to(trail[used - 1, :, :d])
     further = gradient == "implicit" or (gradient == "unrolled" and used > 1)
-    dC = add_up(_through_output(G, columns, dW, vectors, last, centroids or further))
+    dC = add_up(_through_output(G, columns, into, vectors, last, centroids or further))
     if gradient == "unrolled":
         for t in range(used - 2, -1, -1):
             assert dC is not None
             stayed = torch.where(trail[t + 1, :, d:] <= no_mass(dtype), dC, 0.0)
-            dC = through_update(dC, t, dW, centroids or t > 0)
+            dC = through_update(dC, t, into, centroids or t > 0)
             dC = None if dC is None else stayed + dC
     elif gradient == "implicit":
         assert dC is not None
         dC = solve(dC, through_last_update)
-        through_update(dC, used - 1, dW, False)
-    return Gradients(vectors.flat(dW.to(W.dtype), W.numel()), dC if centroids else None)
+        through_update(dC, used - 1, into, False)
+    return Gradients(vectors.flat(dW.to(W.dtype), W.numel()), dC if centroids else None, into.dtau)
+
+
+class _Totals(NamedTuple):
+    """The gradients that every iteration adds to."""
+
+    dW: Tensor  # (d, n)
+    dtau: Tensor | None  # ()
 
 
 def _through_output(
-    G: Tensor, W: Tensor, dW: Tensor, vectors: _Vectors, attention: _Attention, wanted: bool
+    G: Tensor, W: Tensor, into: _Totals, vectors: _Vectors, attention: _Attention, wanted: bool
 ) -> Tensor | None:
-    """W_tilde = A C: adds to dW, and returns the gradient of C if it is wanted."""
+    """W_tilde = A C: adds to the totals, and returns the gradient of C if it is wanted."""
     d = vectors.d
     dC = torch.zeros_like(attention.C)
     for at in vectors:
@@ -331,18 +349,18 @@ def _through_output(
         right = g.new_empty(d + 1, g.shape[1])
         torch.mul(g, share, out=right[:d])
         right[d] = -(right[:d] * averages[:d]).sum(0) * share[0]
-        dC_block, dw = _through_distance(block, left, right, attention.slope, vectors, wanted)
+        dC_block, dw = _through_distance(block, left, right, into.dtau, attention, wanted)
         if dC_block is not None:
             dC[block.near] += dC_block.addmm_(block.numerators, right[:d].t())
-        vectors.add(dW, at, dw)
+        vectors.add(into.dW, at, dw)
     return attention.unsorted(dC) if wanted else None
 
 
 def _through_update(
-    H: Tensor, C_next: Tensor, W: Tensor, dW: Tensor | None, vectors: _Vectors, attention: _Attention, wanted: bool
+    H: Tensor, C_next: Tensor, W: Tensor, into: _Totals | None, vectors: _Vectors, attention: _Attention, wanted: bool
 ) -> Tensor | None:
-    """C' = (A^T W) / mass, with H = dC' / mass: adds to dW if it is given, and returns the gradient of C if it is
-    wanted."""
+    """C' = (A^T W) / mass, with H = dC' / mass: adds to the totals if they are given, and returns the gradient of C if
+    it is wanted."""
     d = vectors.d
     dC = torch.zeros_like(attention.C)
     H, C_next = attention.sorted(H), attention.sorted(C_next)
@@ -361,22 +379,28 @@ def _through_update(
         torch.mul(block.x, share, out=right[: d + 1])
         torch.mul(mean, right[d], out=right[d + 1])
         left = torch.cat([h, -offset, -one], dim=1)  # (k', d + 2)
-        dC_block, dw = _through_distance(block, left, right, attention.slope, vectors, wanted)
+        dtau = None if into is None else into.dtau
+        dC_block, dw = _through_distance(block, left, right, dtau, attention, wanted)
         if dC_block is not None:
             dC[block.near] += dC_block
-        if dW is not None:
-            vectors.add(dW, at, dw.add_(AH[:d]))
+        if into is not None:
+            vectors.add(into.dW, at, dw.add_(AH[:d]))
     return attention.unsorted(dC) if wanted else None
 
 
 def _through_distance(
-    block: _Block, left: Tensor, right: Tensor, slope: float, vectors: _Vectors, wanted: bool
+    block: _Block, left: Tensor, right: Tensor, dtau: Tensor | None, attention: _Attention, wanted: bool
 ) -> tuple[Tensor | None, Tensor]:
     """From `dA - mean = left @ right`, where `right` is already divided by the denominator, through the softmax and the
-    distance: the gradients of C `(k', d)`, if it is wanted, and of w `(d, b)`."""
-    d = len(block.x) - 1
+    distance: the gradients of C `(k', d)`, if it is wanted, and of w `(d, b)`.  That of tau is added to `dtau`, if that
+    is given."""
+    d, slope = len(block.x) - 1, attention.slope
     k, b = block.numerators.shape
-    dlogits = torch.mm(left, right, out=vectors.scratch("dlogits", (k, b), right)).mul_(block.numerators)
+    dlogits = attention.vectors.scratch("dlogits", (k, b), right)
+    torch.mm(left, right, out=dlogits).mul_(block.numerators)
+    if dtau is not None:
+        assert block.logits is not None
+        dtau.sub_(block.logits.mul_(dlogits).sum(), alpha=1 / attention.tau)
     if block.distance is not None:
         dlogits.div_(block.distance).masked_fill_(block.distance == 0, 0)
     dw = block.C.t() @ dlogits

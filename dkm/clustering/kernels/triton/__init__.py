@@ -104,6 +104,7 @@ import torch
 from torch import Tensor
 
 from ...options import ClusterOptions
+from .. import blocked
 from ..backend import Gradients, Reduce, State, Trace
 from . import support
 from .backward_pass import BackwardPass
@@ -138,8 +139,13 @@ def backward(
     *,
     reduce: Reduce | None = None,
     centroids: bool = True,
+    temperature: bool = False,
 ) -> Gradients:
-    """From the gradient of W_tilde to those of W and, where asked for, of the centroids; see `backend.Backend`."""
+    """From the gradient of W_tilde to those of W and, where asked for, of the centroids and of tau; see
+    `backend.Backend`."""
+    if temperature:  # these kernels do not make it
+        dtau = blocked.backward(G, W, tau, trace, options, reduce=reduce, centroids=False, temperature=True).dtau
+        return backward(G, W, tau, trace, options, reduce=reduce, centroids=centroids)._replace(dtau=dtau)
     _, k, columns = trace.trail.shape
     if not by_value_table(W, k, columns - 1):
         return BackwardPass(G, W, tau, trace, options, reduce=reduce, centroids=centroids).run()
@@ -159,7 +165,7 @@ def backward(
         centroids=centroids,
         output=False,
     )
-    offsets, dC = through_updates.run()
+    offsets, dC, _ = through_updates.run()
     return Gradients(look_up_gradient(W, G, through_updates.slopes(), offsets), dC)
 
 

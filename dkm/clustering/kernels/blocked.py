@@ -177,9 +177,16 @@ class _Attention:
             torch.sub(w, C, out=numerators)
             torch.addcmul(numerators.new_zeros(()), numerators, numerators, value=-1 / self.tau, out=numerators)
         else:
-            reach = [float(X.square().sum(dim).amax().sqrt()) for X, dim in ((w, 0), (C, 1))]
-            _squared_distances(w, C, max(reach), -1 / self.tau, numerators)
-            if not self.keep_logits and self.is_safe(sum(reach), numerators):
+            longest, largest = (float(X.square().sum(dim).amax().sqrt()) for X, dim in ((w, 0), (C, 1)))
+            if (2 * longest + largest) * largest < SAFE * self.tau:
+                # |w|^2 cancels in the softmax.  These logits are so small that their rounding does no harm.
+                left = torch.cat([2 * C, -C.square().sum(1, keepdim=True)], 1).div_(self.tau)
+                torch.mm(left, x, out=numerators)
+                is_safe = True
+            else:
+                _squared_distances(w, C, max(longest, largest), -1 / self.tau, numerators)
+                is_safe = float(numerators.amin()) > -SAFE
+            if is_safe and not self.keep_logits:
                 return _Block(near, center, x, C, numerators.exp_(), distance)
         # Clamped before exp, which takes 50 times as long where it underflows, as do products with such results.
         numerators.sub_(numerators.amax(0)).clamp_(min=self.cutoff)
@@ -188,13 +195,6 @@ class _Attention:
             logits = self.vectors.scratch("logits", (len(C), x.shape[1]), x).copy_(numerators)
         numerators = torch.threshold_(numerators.exp_(), self.floor, 0.0)
         return _Block(near, center, x, C, numerators, distance, logits)
-
-    def is_safe(self, farthest: float, logits: Tensor) -> bool:
-        """Whether exp of the logits needs no guards.  A bound on the distances is tried first, then the logits."""
-        if farthest * farthest < SAFE * self.tau:
-            return True
-        low, high = torch.stack((logits if logits.is_contiguous() else logits.t()).aminmax()).tolist()
-        return max(abs(low), abs(high)) < SAFE
 
     def reach(self, w: Tensor) -> slice:
         """The centroids whose logit, relative to the largest, exceeds the cutoff for some of the weights `w` `(b,)`."""

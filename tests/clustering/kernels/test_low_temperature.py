@@ -51,6 +51,6 @@ def test_down_to_a_twentieth_of_the_squared_error(k: int, d: int, gradient: str,
 
 @pytest.mark.parametrize("mean", MEANS)
 def test_a_temperature_far_below_the_squared_error(mean: float):
-    """Only the few vectors half way between two centroids have a gradient here: it takes many to have enough of them."""
+    """Only the few vectors half way between two centroids have a gradient here: it takes many to have some."""
     W = weights(20_000, 10, mean)
     assert_as_accurate_as_the_reference(W, init_centroids(W, 16), 4.6e-4 * 0.05**2, "last")

@@ -167,6 +167,8 @@ class _Attention:
             near = self.reach(w[0])
         # All that follows depends on differences only, which are more precise relative to the mean of the block.
         center = w.mean(1, keepdim=True)
+        if d > 1:  # only where the subtraction is exact: that is between numbers of one sign and similar size
+            center.masked_fill_(2 * (w - center).abs().amax(1, keepdim=True) > center.abs(), 0)
         C = self.C[near] - center.t()
         torch.sub(w, center, out=x[:d])
         w, numerators = x[:d], self.vectors.scratch("numerators", (len(C), x.shape[1]), x)
@@ -178,9 +180,16 @@ class _Attention:
             torch.sub(w, C, out=numerators)
             torch.addcmul(numerators.new_zeros(()), numerators, numerators, value=-1 / self.tau, out=numerators)
         else:
-            # |w|^2 cancels in the softmax: -|w - c|^2 / tau  ->  (2 w.c - |c|^2) / tau
-            torch.mm(torch.cat([2 * C, -C.square().sum(1, keepdim=True)], 1).div_(self.tau), x, out=numerators)
-            if not self.keep_logits and self.is_safe(w, C, numerators):
+            longest, largest = (float(X.square().sum(dim).amax().sqrt()) for X, dim in ((w, 0), (C, 1)))
+            if (2 * longest + largest) * largest < SAFE * self.tau:
+                # |w|^2 cancels in the softmax.  These logits are so small that their rounding does no harm.
+                left = torch.cat([2 * C, -C.square().sum(1, keepdim=True)], 1).div_(self.tau)
+                torch.mm(left, x, out=numerators)
+                is_safe = True
+            else:
+                _squared_distances(w, C, max(longest, largest), -1 / self.tau, numerators)
+                is_safe = float(numerators.amin()) > -SAFE
+            if is_safe and not self.keep_logits:
                 return _Block(near, center, x, C, numerators.exp_(), distance)
         # Clamped before exp, which takes 50 times as long where it underflows, as do products with such results.
         numerators.sub_(numerators.amax(0)).clamp_(min=self.cutoff)
@@ -189,14 +198,6 @@ class _Attention:
             logits = self.vectors.scratch("logits", (len(C), x.shape[1]), x).copy_(numerators)
         numerators = torch.threshold_(numerators.exp_(), self.floor, 0.0)
         return _Block(near, center, x, C, numerators, distance, logits)
-
-    def is_safe(self, w: Tensor, C: Tensor, logits: Tensor) -> bool:
-        """Whether exp of the logits needs no guards.  A bound that costs little is tried first, then the logits."""
-        longest, largest = (float(X.square().sum(dim).amax().sqrt()) for X, dim in ((w, 0), (C, 1)))
-        if (2 * longest + largest) * largest < SAFE * self.tau:
-            return True
-        low, high = torch.stack((logits if logits.is_contiguous() else logits.t()).aminmax()).tolist()
-        return max(abs(low), abs(high)) < SAFE
 
     def reach(self, w: Tensor) -> slice:
         """The centroids whose logit, relative to the largest, exceeds the cutoff for some of the weights `w` `(b,)`."""
@@ -209,6 +210,27 @@ class _Attention:
         bounds = torch.stack([low - radius, high + radius])
         first, last = torch.searchsorted(self.levels, bounds).tolist()
         return slice(max(first - 1, 0), min(last + 1, len(self.C)))
+
+
+def _squared_distances(w: Tensor, C: Tensor, longest: float, scale: float, out: Tensor) -> None:
+    """|w - c|^2 * scale into `out` `(k, b)`, up to a small constant per vector, for `(d, b)` and `(k, d)`.
+
+    By products, |w|^2 - 2 w.c + |c|^2 would be a small difference of large numbers.  So each number is split into a
+    whole multiple of a unit and a rest.  The unit is so large, relative to the `longest` vector, that the squares of
+    the whole parts, and their sums in any order, are computed without rounding.  The products with a rest are small.
+    """
+    bits = round(-math.log2(torch.finfo(w.dtype).eps) - 1) // 2  # the sums reach (2 * 2^bits)^2 units
+    unit = 2.0 ** (math.frexp(max(longest, 1e-30))[1] - bits)
+    w, C = w / unit, C / unit
+    w_whole, C_whole = w.round(), C.round()
+    w_rest, C_rest = w - w_whole, C - C_whole
+    one, ones = torch.ones_like(C[:, :1]), torch.ones_like(w[:1])
+    left = torch.cat([-2 * C_whole, C_whole.square().sum(1, keepdim=True), one], dim=1)
+    torch.mm(left, torch.cat([w_whole, ones, w_whole.square().sum(0, keepdim=True)]), out=out)
+    # |c|^2 - |C_whole|^2 = C_rest . (c + C_whole)
+    left = torch.cat([-2 * C, -2 * C_rest, (C_rest * (C + C_whole)).sum(1, keepdim=True)], dim=1)
+    scale *= unit * unit
+    out.addmm_(left, torch.cat([w_rest, w_whole, ones]), beta=scale, alpha=scale)
 
 
 class _Block(NamedTuple):
@@ -406,10 +428,10 @@ def _through_distance(
         dtau.sub_(block.logits.mul_(dlogits).sum(), alpha=1 / attention.tau)
     if block.distance is not None:
         dlogits.div_(block.distance).masked_fill_(block.distance == 0, 0)
-    dw = block.C.t() @ dlogits
-    if block.distance is not None:
-        # for the squared distance, this sum over the centroids is zero
-        dw.addcmul_(dlogits.sum(0), block.x[:d], value=-1)
+    # For the squared distance the dlogits of a vector add up to zero, but for rounding.  Without this sum, their errors
+    # would count with the length of the centroids, and not with their distance from the vector.
+    totals = torch.cat([block.C, torch.ones_like(block.C[:, :1])], dim=1).t() @ dlogits
+    dw = totals[:d].addcmul_(totals[d], block.x[:d], value=-1)
     if not wanted:
         return None, dw.mul_(slope)
     sums = dlogits @ block.x.t()

@@ -10,7 +10,7 @@ from dkm.modelling.clustered import squared_error
 
 ITERATIONS = 3
 DIRECTIONS = 8
-SIZES = [(4, 1), (6, 1), (8, 1), (4, 2)]
+SIZES = [(4, 1), (6, 1), (8, 1), (4, 2), (8, 2)]
 METRICS = ["sqeuclidean", "euclidean"]
 
 

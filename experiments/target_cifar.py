@@ -25,7 +25,7 @@ import torch
 
 import dkm
 from dkm.plans.language import parse_size
-from dkm.plans.target_size import CANDIDATES, Loss
+from dkm.plans.target_size import CANDIDATES, Loss, as_spec
 
 from . import cifar
 
@@ -107,12 +107,12 @@ def main(arguments: list[str] | None = None) -> None:
 def uniform(make_model, loss: Loss, largest: int):
     """Every uniform plan of at most `largest` bytes, with its size and its loss before training."""
     for form in FORMS:
-        for bits, dim in CANDIDATES:
-            model = make_model()
-            plan = dkm.plan(model, f"{form}:{bits}/{dim}")
+        for candidate in CANDIDATES:
+            text, model = f"{form}:{as_spec(candidate).label}", make_model()
+            plan = dkm.plan(model, text)
             if plan.bytes <= largest:
                 dkm.compress_(model, plan, tau=1.0)
-                yield dict(plan=f"{form}:{bits}/{dim}", bytes=plan.bytes, divergence=round(float(loss(model)), 4))
+                yield dict(plan=text, bytes=plan.bytes, divergence=round(float(loss(model)), 4))
 
 
 if __name__ == "__main__":

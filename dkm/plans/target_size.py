@@ -33,12 +33,14 @@ from .selection import KINDS, apply, survey
 
 # Rates from 8 bits per weight down to 1/2, close to one another between 1 and 3, where most budgets lead.  Several
 # candidates have the same rate: the one with the larger dim is closer to the weights but has a larger table, and which
-# of them is better depends on how many weights share that table.
-CANDIDATES = (
+# of them is better depends on how many weights share that table.  Scales help where rows differ in size; k-means of
+# their candidates makes planning a tenth to a fifth slower.
+CANDIDATES: tuple["AsCandidate", ...] = (
     *((bits, 1) for bits in (1, 2, 3, 4, 5, 6, 8)),
     *((bits, 2) for bits in (2, 3, 4, 5, 6, 8)),
     *((bits, 4) for bits in (2, 3, 4, 5, 6, 8)),
     *((bits, 8) for bits in (4, 5, 6, 8)),
+    *(Spec(bits, scaled=True) for bits in (1, 2, 3, 4)),
 )
 WORST = 1e9  # the cost of a loss that is not finite
 
@@ -94,7 +96,7 @@ def allocate(
             "a size needs loss=, a function model -> number to measure with; dkm.divergence(model, batches) makes one "
             f"without labels; got {loss!r}"
         )
-    specs = [_spec(candidate) for candidate in candidates]
+    specs = [as_spec(candidate) for candidate in candidates]
     walk = parameters(model)
     rows, selected = (survey(walk), set[int]()) if text is None else apply(walk, text)
     tensors = {owned.name: owned.tensor for owned in walk}
@@ -118,7 +120,8 @@ def allocate(
     return Plan(tuple(rows))
 
 
-def _spec(candidate: AsCandidate) -> Spec:
+def as_spec(candidate: AsCandidate) -> Spec:
+    """A candidate as a spec, whichever way it was given."""
     if isinstance(candidate, Spec):
         return candidate
     if isinstance(candidate, str):

@@ -43,16 +43,21 @@ def plan_table(run: Run) -> PlanTable | None:
     if not run.rows:
         return None
     measured = next((record.tensors for record in reversed(run.layers) if record.tensors), {})
-    columns = ["shape", "weights", "bits/dim", "bytes"]
+    grouped = any(" x " in row["centroids"] for row in run.rows)
+    columns = ["shape", "weights", "bits/dim", *(["centroids"] if grouped else []), "bytes"]
     columns += ["entropy", "unused", "snap gap"] if measured else []
     rows = []
     for row in run.rows:
         shape = row["shape"]
-        cells = ["×".join(map(str, shape)) or "–", f"{math.prod(shape):,}", row["label"], f"{row['bytes']:,}"]
+        cells = ["×".join(map(str, shape)) or "–", f"{math.prod(shape):,}", row["label"]]
+        cells += [row["centroids"].replace("x", "×")] if grouped else []
+        cells += [f"{row['bytes']:,}"]
         cells += _measured_cells(measured.get(row["name"], Measured())) if measured else []
         rows.append(TableRow(row["name"], cells, row["reason"]))
     clustered = sum(row["bits"] is not None for row in run.rows)
     text = f"{clustered:,} of {len(run.rows):,} tensors are clustered."
+    if grouped:
+        text += " 8 × 96 centroids are 8 in each of 96 groups."
     if measured:
         text += " Entropy is in bits per code: as many as bits where every centroid is used equally often."
     return PlanTable(columns, rows, text)

@@ -303,6 +303,7 @@ def _row(row: PlanRow) -> PlanRow:
         bits=bits,
         dim=dim,
         label="keep" if bits is None else str(row.get("label") or f"{bits}/{dim}"),  # older runs have none
+        centroids="" if bits is None else str(row.get("centroids") or 2**bits),
         reason=str(row.get("reason") or ""),
         bytes=int(_amount(row.get("bytes")) or 0),
     )

@@ -22,6 +22,7 @@ class PlanRow(TypedDict):
     bits: int | None  # None: the tensor is not clustered
     dim: int
     label: str  # how the tensor is clustered, as a plan says it: 3/1 scaled per 8x64; or keep
+    centroids: str  # 16, or 8 x 96 for 8 in each of 96 groups; empty where the tensor is not clustered
     reason: str
     bytes: int  # as the paper counts
 
@@ -44,6 +45,7 @@ def plan_file(plan: Plan, text: str) -> PlanFile:
             bits=row.bits,
             dim=row.dim,
             label=row.label,
+            centroids=row.centroids,
             reason=row.why,
             bytes=row.stored_bytes,
         )

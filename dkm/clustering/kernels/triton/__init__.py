@@ -9,6 +9,7 @@ On the host:
     backward_pass.py   the backward pass
     value_table.py     d = 1 in 16 bit: the loop on a table of all values
     tiles.py           which way a weight is computed, tile sizes, the number of programs
+    groups.py          groups of weights with centroids of their own: both passes
     support.py         what the kernels need: which GPU, which Triton, which weights
     launch.py          launches that take little time
 
@@ -24,6 +25,9 @@ three ways to compute attention, which have a file each; `tiles.py` chooses:
 
 For d = 1 in 16 bit with at least 2^20 weights (2^23 for up to 8 centroids), `value_table.py` counts equal weights, runs
 the loop by `differences` on the table of values, and looks the results up (`device/value_kernels.py`).
+
+Groups of weights have kernels of their own, `device/groups.py` and `device/group_gradients.py`: a program runs all
+iterations of a group.
 
 Results are float32, whatever the dtype of the weight.  Inside, `products` multiplies triples of bfloat16 that add up to
 a float32, and `value_kernels` adds gradients as 64-bit integers.
@@ -112,8 +116,11 @@ from ..backend import Gradients, Reduce, State, Trace
 from . import support
 from .backward_pass import BackwardPass
 from .forward_pass import ForwardPass
+from .groups import backward_groups, fits_groups, forward_groups
 from .tiles import by_value_table
 from .value_table import look_up, look_up_gradient, population
+
+__all__ = ["advance", "backward", "backward_groups", "can_advance", "fits", "fits_groups", "forward", "forward_groups"]
 
 
 def fits(W: Tensor, d: int) -> bool:

@@ -125,15 +125,17 @@ def choose_constants(grouping: Grouping, k: int, metric: str) -> dict[str, Any]:
 def _common(W: Tensor, grouping: Grouping, k: int, constants: dict[str, Any]) -> dict[str, Any]:
     """The arguments of both kernels: where the groups are, and memory for sums if there are several tiles."""
     k_padded, several = constants["K_TILES"] * constants["BLOCK_K"], constants["K_TILES"] > 1
+    unit = grouping.dim if constants["ALIGNED"] else 1
+    tile_columns = grouping.tile_columns // unit
     return dict(
         partial=torch.empty(grouping.count if several else 1, k_padded, grouping.dim + 1, device=W.device),
         rows=grouping.rows,
-        columns=grouping.columns,
+        columns=grouping.columns // unit,
         tile_rows=grouping.tile_rows,
-        tile_columns=grouping.tile_columns,
+        tile_columns=tile_columns,
         across=grouping.across,
         # rounded up, it is exact for quotients of up to 2^16
-        reciprocal=2**32 // grouping.tile_columns + 1,
+        reciprocal=2**32 // tile_columns + 1,
         n=grouping.vectors,
         K=k,
         K_PADDED=k_padded,

@@ -8,6 +8,8 @@
     product_tables.py  the tables of centroids that `products` reads
     windows.py         a third way, for d = 1 and many centroids: only those near to a weight
     order.py           what `windows` needs: weights in order, and which centroids are near
+    groups.py          groups of weights: what both passes share, and the kernel of the forward pass
+    group_gradients.py the kernel of their backward pass
     value_kernels.py   d = 1 in 16 bit: counting, gathering and looking up values
 
 The names of sizes and tensors are explained in the glossary of `..` (`triton/__init__.py`).

@@ -9,7 +9,8 @@ cache.  More than BLOCK_K centroids are walked tile by tile, with an online soft
 A group is a tile of the matrix `(rows, columns)`, see `Grouping`, of `tile_rows` x `tile_columns` weights.  `base` is
 where its first weight is, and `height` and `width` say how much of it is inside the matrix.  `reciprocal` is
 2^32 / tile_columns rounded up: a multiplication instead of a division by `tile_columns`.  With CONTIGUOUS, the weights
-of a group follow one another.  With ALIGNED, no vector goes past the end of a row.
+of a group follow one another.  With ALIGNED, the columns of the matrix and of the tiles are whole vectors, and all of
+these numbers count vectors instead of weights.
 
 Other names are explained in the glossary of `triton/__init__.py`; here n is the number of vectors of a group, and every
 tensor but W, W_tilde, G and dW has one axis more, the first: the group.  The trail has no column for the mass.
@@ -41,8 +42,7 @@ def addresses(
     offs_n = first + tl.arange(0, PER_LANE)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     offs_d = tl.arange(0, D_PADDED)[:, None, None]
     if ALIGNED:
-        base = tl.multiple_of(base, D)
-        element = offs_n * D
+        element = offs_n
     else:
         element = offs_n[None, :, :] * D + offs_d
     if CONTIGUOUS:
@@ -51,12 +51,10 @@ def addresses(
     else:
         row = ((element.to(tl.int64) * reciprocal) >> 32).to(tl.int32)
         column = element - row * tile_columns
-        if ALIGNED:
-            column = tl.multiple_of(column, [1, D])
         offs = base + row * columns + column
         exists = (row < height) & (column < width)
     if ALIGNED:
-        return offs[None, :, :] + offs_d, exists[None, :, :] & (offs_d < D), exists
+        return (offs * D)[None, :, :] + offs_d, exists[None, :, :] & (offs_d < D), exists
     else:
         exists = exists & (offs_d < D)
         return offs, exists, tl.max(exists.to(tl.int32), 0) > 0

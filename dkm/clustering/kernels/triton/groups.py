@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...groups import Grouping
 from ...options import ClusterOptions
+from .. import blocked_groups
 from ..backend import Gradients, GroupTrace
 from ..reference import no_mass
 from . import support
@@ -64,8 +65,10 @@ def backward_groups(
     temperature: bool = False,
 ) -> Gradients:
     """dW `(N,)` and, where asked for, dC `(groups, k, d)` and dtau `(groups,)`; see `backend.GroupedBackend`."""
-    if options.gradient == "implicit":
-        raise NotImplementedError('these kernels do not compute gradient="implicit" for groups: use "unrolled"')
+    if options.gradient == "implicit":  # these kernels do not make it
+        return blocked_groups.backward_groups(
+            G, W, tau, trace, grouping, options, centroids=centroids, temperature=temperature
+        )
     groups, rows, k, d = trace.trail.shape
     constants = choose_constants(grouping, k, options.metric)
     # In float32, dW is added up on the way; for 16 bit, a last walk needs what the centroids of each iteration receive.

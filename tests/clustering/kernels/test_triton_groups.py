@@ -41,18 +41,21 @@ def error(got: Tensor, wanted: Tensor, scale: Tensor | None = None) -> float:
     return float((got.double() - wanted).norm() / size.clamp(min=1e-300))
 
 
+def last_bit(X: Tensor) -> Tensor:
+    """X in float32, many of its values rounded to a neighbour of the nearest."""
+    return (X * (1 + 2**-24 * torch.randn_like(X))).float()
+
+
 def assert_close_to_float64(drawn: Problem, grouping: Grouping, dtype: torch.dtype = torch.float32, **options) -> None:
-    """About as close to float64 as float32 allows: four times the error of the literal form in float32, or of the exact
-    form on weights that differ in the last bit of float32, whichever is larger."""
+    """About as close to float64 as float32 allows: four times the error of the literal form in float32, on arguments
+    that differ in their last bit.  It is the largest of four: few sums have a small error by luck."""
     chosen = ClusterOptions(impl="triton", **options)
     W, C, tau, G = drawn
     W, G = W.to(dtype), G.to(dtype)
     C, tau = C.float(), tau.float()
     exact = [X.double() for X in (W, C, tau, G)]
     wanted, wanted_iterations = results(literal, *exact, grouping, chosen)
-    plain, _ = results(literal, *(X.float() for X in (W, C, tau, G)), grouping, chosen)
-    nudge = 1 + 2**-24 * torch.randn_like(W, dtype=torch.float64)
-    nudged, _ = results(literal, exact[0] * nudge, *exact[1:], grouping, chosen)
+    plain = [results(literal, *(last_bit(X) for X in exact), grouping, chosen)[0] for _ in range(4)]
     got, iterations = results(cluster_groups, W, C, tau, G, grouping, chosen)
     if chosen.eps > 0:  # at 0, which iteration moves nothing is a matter of rounding
         assert torch.equal(iterations, wanted_iterations)
@@ -65,7 +68,7 @@ def assert_close_to_float64(drawn: Problem, grouping: Grouping, dtype: torch.dty
         unit = torch.finfo(dtype).eps if stored else 2**-22
         # gradients are sums over G: where they cancel to nothing, G's size is what rounding is relative to
         scale = G if name.startswith("d") else None
-        floor = max(error(other[name], wanted[name], scale) for other in (plain, nudged))
+        floor = max(error(other[name], wanted[name], scale) for other in plain)
         assert error(got[name], wanted[name], scale) <= 4 * floor + unit, name
 
 
@@ -150,7 +153,8 @@ def test_the_last_centroids_have_a_gradient():
     options = ClusterOptions(eps=0, max_iter=3, gradient="last")
     _, trace = kernels.forward_groups(W, C, tau, grouping, options)
     _, dC, dtau = kernels.backward_groups(G, W, tau, trace, grouping, options)
-    assert dC is not None and dtau is None
+    assert dC is not None
+    assert dtau is None
 
     def expected(dtype: torch.dtype) -> Tensor:
         V, counted, upstream = (grouping.split(X.to(dtype)) for X in (W, torch.ones_like(W), G))
@@ -173,9 +177,11 @@ def test_the_trace():
     larger = torch.stack([C, C], 1)
     options = ClusterOptions(eps=0, max_iter=2)
     _, trace = kernels.forward_groups(W.flatten(), larger[:, 1], tau, grouping, options)
-    assert trace.trail.shape == (3, 3, 3, 1) and trace.trail.dtype == torch.float32
+    assert trace.trail.shape == (3, 3, 3, 1)
+    assert trace.trail.dtype == torch.float32
     assert torch.equal(trace.trail[:, 0], C)
-    assert trace.iterations.tolist() == [2, 2, 2] and trace.iterations.dtype == torch.int64
+    assert trace.iterations.tolist() == [2, 2, 2]
+    assert trace.iterations.dtype == torch.int64
     reached = literal(W.double(), C.double(), tau.double(), grouping, options)[1]
     plain = literal(W, C, tau, grouping, options)[1]
     assert error(trace.trail[:, -1], reached) <= 4 * error(plain, reached) + 2**-22
@@ -194,9 +200,11 @@ def test_only_what_is_asked_for(dtype):
     again = kernels.backward_groups(G, W, tau, trace, grouping, options, temperature=True)
     assert all(torch.equal(a, b) for a, b in zip(everything, again, strict=True))
     alone = kernels.backward_groups(G, W, tau, trace, grouping, options, centroids=False)
-    assert alone.dC is None and alone.dtau is None and everything.dC.shape == C.shape and everything.dtau.shape == (3,)
-    # compiled for less, the same formula may be rounded elsewhere
-    assert error(alone.dW, everything.dW.double()) <= torch.finfo(dtype).eps
+    assert (alone.dC, alone.dtau) == (None, None)
+    assert everything.dC.shape == C.shape
+    assert everything.dtau.shape == tau.shape
+    # compiled for less, the same formula may be rounded elsewhere, once or twice in each of three iterations
+    assert error(alone.dW, everything.dW.double()) <= 6 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

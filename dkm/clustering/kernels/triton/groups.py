@@ -33,6 +33,7 @@ def forward_groups(
     """W_tilde `(N,)` and the trace; see `backend.GroupedBackend`."""
     groups, k, d = C.shape
     support.check(W, C[0])
+    W = W.contiguous()
     constants = choose_constants(grouping, k, options.metric)
     W_tilde = torch.empty_like(W)
     trail = torch.empty(groups, options.max_iter + 1, k, d, device=W.device)
@@ -71,6 +72,7 @@ def backward_groups(
         )
     groups, rows, k, d = trace.trail.shape
     constants = choose_constants(grouping, k, options.metric)
+    W = W.contiguous()
     # In float32, dW is added up on the way; for 16 bit, a last walk needs what the centroids of each iteration receive.
     add_to_dW = W.dtype == torch.float32
     slots = 1 if add_to_dW or rows <= 2 or options.gradient == "last" else rows - 2

@@ -1,8 +1,8 @@
 """Groups of weights, each with centroids of its own: a program runs all iterations of one group, without barriers.
 
-Distances are differences, as in `differences.py`.  Tiles are `(coordinates, centroids, PER_LANE, LANES)`: a thread is a
-lane, and it holds all coordinates and centroids of PER_LANE vectors, so that sums over these stay in its registers.
-Sums over lanes are taken once per walk over the vectors of the group.  The vectors are read anew in each walk, from the
+Distances are differences, as in `differences.py`.  Tiles are `(coordinates, centroids, PER_LANE, LANES)`: each of LANES
+threads holds all coordinates and centroids of PER_LANE vectors, so that sums over these stay in its registers.  Sums
+over lanes are taken once per walk over the vectors of the group.  The vectors are read anew in each walk, from the
 cache.  More than BLOCK_K centroids are walked tile by tile, with an online softmax, and their sums over vectors are in
 `partial`.
 
@@ -237,7 +237,7 @@ def forward_groups_kernel(
     _copy(C + group.to(tl.int64) * K * D, trail, K, D, D_PADDED, BLOCK_K, K_TILES)
     tl.debug_barrier()  # what one thread has written, others will read
     t = 0
-    settled = max_iter < 1
+    settled = max_iter < 1  # no: there is at least one iteration, and a loop changes only what is not a constant
     going = max_iter > 0
     while going:
         # The last iteration writes W_tilde.  If the centroids turn out to have settled before, one more walk does it.

@@ -139,8 +139,6 @@ def _common(W: Tensor, grouping: Grouping, k: int, constants: dict[str, Any]) ->
         tile_rows=grouping.tile_rows,
         tile_columns=tile_columns,
         across=grouping.across,
-        # rounded up, it is exact for quotients of up to 2^16
-        reciprocal=2**32 // tile_columns + 1,
         n=grouping.vectors,
         K=k,
         K_PADDED=k_padded,

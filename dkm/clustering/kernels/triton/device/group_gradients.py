@@ -129,7 +129,7 @@ def _contributions(
 
 @triton.jit
 def _through(
-    G, W, dW, C, C_next, H, partial, scale, slope, base, height, width, columns, tile_columns, reciprocal, n, K,
+    G, W, dW, C, C_next, H, partial, scale, slope, base, height, width, columns, tile_columns, n, K,
     UPDATE: tl.constexpr, SUM_DC: tl.constexpr, ADD_TO_DW: tl.constexpr, TEMPERATURE: tl.constexpr, D: tl.constexpr,
     D_PADDED: tl.constexpr, BLOCK_K: tl.constexpr, K_TILES: tl.constexpr, PER_LANE: tl.constexpr, LANES: tl.constexpr,
     EUCLIDEAN: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -143,7 +143,7 @@ def _through(
     for first in range(0, n, PER_LANE * LANES):
         offs, exists, counts = addresses(
             first=first, base=base, height=height, width=width, columns=columns, tile_columns=tile_columns,
-            reciprocal=reciprocal, D=D, D_PADDED=D_PADDED, PER_LANE=PER_LANE, LANES=LANES, CONTIGUOUS=CONTIGUOUS,
+            D=D, D_PADDED=D_PADDED, PER_LANE=PER_LANE, LANES=LANES, CONTIGUOUS=CONTIGUOUS,
             ALIGNED=ALIGNED,
         )  # fmt: skip
         w = load_values(W, offs, exists)
@@ -200,7 +200,7 @@ def _write_H(
 
 @triton.jit
 def _last_walk(
-    G, W, dW, trail, H, partial, used, stages, scale, slope, base, height, width, columns, tile_columns, reciprocal, n,
+    G, W, dW, trail, H, partial, used, stages, scale, slope, base, height, width, columns, tile_columns, n,
     K, TEMPERATURE: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_K: tl.constexpr,
     K_TILES: tl.constexpr, PER_LANE: tl.constexpr, LANES: tl.constexpr, EUCLIDEAN: tl.constexpr,
     CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -212,7 +212,7 @@ def _last_walk(
     for first in range(0, n, PER_LANE * LANES):
         offs, exists, counts = addresses(
             first=first, base=base, height=height, width=width, columns=columns, tile_columns=tile_columns,
-            reciprocal=reciprocal, D=D, D_PADDED=D_PADDED, PER_LANE=PER_LANE, LANES=LANES, CONTIGUOUS=CONTIGUOUS,
+            D=D, D_PADDED=D_PADDED, PER_LANE=PER_LANE, LANES=LANES, CONTIGUOUS=CONTIGUOUS,
             ALIGNED=ALIGNED,
         )  # fmt: skip
         w = load_values(W, offs, exists)
@@ -244,12 +244,12 @@ def _last_walk(
 @quick
 @triton.jit(
     do_not_specialize=[
-        "rows", "columns", "tile_rows", "tile_columns", "across", "reciprocal", "n", "K", "K_PADDED", "H_SLOTS",
+        "rows", "columns", "tile_rows", "tile_columns", "across", "n", "K", "K_PADDED", "H_SLOTS",
         "max_iter",
     ]
 )  # fmt: skip
 def backward_groups_kernel(
-    G, W, tau, trail, iterations, dW, dC, dtau, H, partial, rows, columns, tile_rows, tile_columns, across, reciprocal,
+    G, W, tau, trail, iterations, dW, dC, dtau, H, partial, rows, columns, tile_rows, tile_columns, across,
     n, K, K_PADDED, H_SLOTS, no_mass, max_iter, UNROLLED: tl.constexpr, WANT_DC: tl.constexpr,
     TEMPERATURE: tl.constexpr, ADD_TO_DW: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_K: tl.constexpr,
     K_TILES: tl.constexpr, PER_LANE: tl.constexpr, LANES: tl.constexpr, EUCLIDEAN: tl.constexpr,
@@ -274,7 +274,7 @@ def backward_groups_kernel(
     if ADD_TO_DW or UNROLLED or WANT_DC:
         received, added = _through(
             G=G, W=W, dW=dW, C=C, C_next=C, H=H, partial=partial, scale=scale, slope=slope, base=base, height=height,
-            width=width, columns=columns, tile_columns=tile_columns, reciprocal=reciprocal, n=n, K=K, UPDATE=False,
+            width=width, columns=columns, tile_columns=tile_columns, n=n, K=K, UPDATE=False,
             SUM_DC=UNROLLED or WANT_DC, ADD_TO_DW=ADD_TO_DW, TEMPERATURE=TEMPERATURE, D=D, D_PADDED=D_PADDED,
             BLOCK_K=BLOCK_K, K_TILES=K_TILES, PER_LANE=PER_LANE, LANES=LANES, EUCLIDEAN=EUCLIDEAN,
             CONTIGUOUS=CONTIGUOUS, ALIGNED=ALIGNED,
@@ -299,7 +299,7 @@ def backward_groups_kernel(
             tl.debug_barrier()  # what one thread has written, others will read
             _, mass = sums(
                 W=W, W_tilde=dW, C=C, partial=partial, scale=scale, write=False, base=base, height=height, width=width,
-                columns=columns, tile_columns=tile_columns, reciprocal=reciprocal, n=n, K=K, SUM_W=False, D=D,
+                columns=columns, tile_columns=tile_columns, n=n, K=K, SUM_W=False, D=D,
                 D_PADDED=D_PADDED, BLOCK_K=BLOCK_K, K_TILES=K_TILES, PER_LANE=PER_LANE, LANES=LANES,
                 EUCLIDEAN=EUCLIDEAN, CONTIGUOUS=CONTIGUOUS, ALIGNED=ALIGNED,
             )  # fmt: skip
@@ -313,7 +313,7 @@ def backward_groups_kernel(
                 received, added = _through(
                     G=G, W=W, dW=dW, C=C, C_next=C + K * D, H=H_here, partial=partial, scale=scale, slope=slope,
                     base=base, height=height, width=width, columns=columns, tile_columns=tile_columns,
-                    reciprocal=reciprocal, n=n, K=K, UPDATE=True, SUM_DC=True, ADD_TO_DW=ADD_TO_DW,
+                    n=n, K=K, UPDATE=True, SUM_DC=True, ADD_TO_DW=ADD_TO_DW,
                     TEMPERATURE=TEMPERATURE, D=D, D_PADDED=D_PADDED, BLOCK_K=BLOCK_K, K_TILES=K_TILES,
                     PER_LANE=PER_LANE, LANES=LANES, EUCLIDEAN=EUCLIDEAN, CONTIGUOUS=CONTIGUOUS, ALIGNED=ALIGNED,
                 )  # fmt: skip
@@ -328,7 +328,7 @@ def backward_groups_kernel(
         tl.debug_barrier()
         dtau_sum = _last_walk(
             G=G, W=W, dW=dW, trail=trail, H=H, partial=partial, used=used, stages=stages, scale=scale, slope=slope,
-            base=base, height=height, width=width, columns=columns, tile_columns=tile_columns, reciprocal=reciprocal,
+            base=base, height=height, width=width, columns=columns, tile_columns=tile_columns,
             n=n, K=K, TEMPERATURE=TEMPERATURE, D=D, D_PADDED=D_PADDED, BLOCK_K=BLOCK_K, K_TILES=K_TILES,
             PER_LANE=PER_LANE, LANES=LANES, EUCLIDEAN=EUCLIDEAN, CONTIGUOUS=CONTIGUOUS, ALIGNED=ALIGNED,
         )  # fmt: skip

@@ -7,10 +7,9 @@ cache.  More than BLOCK_K centroids are walked tile by tile, with an online soft
 `partial`.
 
 A group is a tile of the matrix `(rows, columns)`, see `Grouping`, of `tile_rows` x `tile_columns` weights.  `base` is
-where its first weight is, and `height` and `width` say how much of it is inside the matrix.  `reciprocal` is
-2^32 / tile_columns rounded up: a multiplication instead of a division by `tile_columns`.  With CONTIGUOUS, the weights
-of a group follow one another.  With ALIGNED, the columns of the matrix and of the tiles are whole vectors, and all of
-these numbers count vectors instead of weights.
+where its first weight is, and `height` and `width` say how much of it is inside the matrix.  With CONTIGUOUS, the
+weights of a group follow one another.  With ALIGNED, the columns of the matrix and of the tiles are whole vectors, and
+all of these numbers count vectors instead of weights.
 
 Other names are explained in the glossary of `triton/__init__.py`; here n is the number of vectors of a group, and every
 tensor but W, W_tilde, G and dW has one axis more, the first: the group.  The trail has no column for the mass.
@@ -34,7 +33,7 @@ def place(group, rows, columns, tile_rows, tile_columns, across):
 
 @triton.jit
 def addresses(
-    first, base, height, width, columns, tile_columns, reciprocal, D: tl.constexpr, D_PADDED: tl.constexpr,
+    first, base, height, width, columns, tile_columns, D: tl.constexpr, D_PADDED: tl.constexpr,
     PER_LANE: tl.constexpr, LANES: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Where the values of the vectors from `first` on are, and which of them exist, both `(D_PADDED, PER_LANE, LANES)`;
@@ -49,7 +48,7 @@ def addresses(
         offs = base + element
         exists = element < height * width
     else:
-        row = ((element.to(tl.int64) * reciprocal) >> 32).to(tl.int32)
+        row = element // tile_columns
         column = element - row * tile_columns
         offs = base + row * columns + column
         exists = (row < height) & (column < width)
@@ -141,7 +140,7 @@ def store_centroids(values, target, offs_k, K, D: tl.constexpr, D_PADDED: tl.con
 
 @triton.jit
 def sums(
-    W, W_tilde, C, partial, scale, write, base, height, width, columns, tile_columns, reciprocal, n, K,
+    W, W_tilde, C, partial, scale, write, base, height, width, columns, tile_columns, n, K,
     SUM_W: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_K: tl.constexpr, K_TILES: tl.constexpr,
     PER_LANE: tl.constexpr, LANES: tl.constexpr, EUCLIDEAN: tl.constexpr, CONTIGUOUS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -156,7 +155,7 @@ def sums(
     for first in range(0, n, PER_LANE * LANES):
         offs, exists, counts = addresses(
             first=first, base=base, height=height, width=width, columns=columns, tile_columns=tile_columns,
-            reciprocal=reciprocal, D=D, D_PADDED=D_PADDED, PER_LANE=PER_LANE, LANES=LANES, CONTIGUOUS=CONTIGUOUS,
+            D=D, D_PADDED=D_PADDED, PER_LANE=PER_LANE, LANES=LANES, CONTIGUOUS=CONTIGUOUS,
             ALIGNED=ALIGNED,
         )  # fmt: skip
         w = load_values(W, offs, exists)
@@ -219,11 +218,11 @@ def _copy(source, target, K, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_K: t
 @quick
 @triton.jit(
     do_not_specialize=[
-        "rows", "columns", "tile_rows", "tile_columns", "across", "reciprocal", "n", "K", "K_PADDED", "max_iter"
+        "rows", "columns", "tile_rows", "tile_columns", "across", "n", "K", "K_PADDED", "max_iter"
     ]
 )  # fmt: skip
 def forward_groups_kernel(
-    W, C, tau, W_tilde, trail, iterations, partial, rows, columns, tile_rows, tile_columns, across, reciprocal, n, K,
+    W, C, tau, W_tilde, trail, iterations, partial, rows, columns, tile_rows, tile_columns, across, n, K,
     K_PADDED, eps, no_mass, max_iter, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_K: tl.constexpr,
     K_TILES: tl.constexpr, PER_LANE: tl.constexpr, LANES: tl.constexpr, EUCLIDEAN: tl.constexpr,
     CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -244,7 +243,7 @@ def forward_groups_kernel(
         write = settled | (t == max_iter - 1)
         received, mass = sums(
             W=W, W_tilde=W_tilde, C=trail + t * K * D, partial=partial, scale=scale, write=write, base=base,
-            height=height, width=width, columns=columns, tile_columns=tile_columns, reciprocal=reciprocal, n=n, K=K,
+            height=height, width=width, columns=columns, tile_columns=tile_columns, n=n, K=K,
             SUM_W=True, D=D, D_PADDED=D_PADDED, BLOCK_K=BLOCK_K, K_TILES=K_TILES, PER_LANE=PER_LANE, LANES=LANES,
             EUCLIDEAN=EUCLIDEAN, CONTIGUOUS=CONTIGUOUS, ALIGNED=ALIGNED,
         )  # fmt: skip

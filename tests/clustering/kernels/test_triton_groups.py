@@ -63,13 +63,17 @@ def assert_close_to_float64(drawn: Problem, grouping: Grouping, dtype: torch.dty
         if name == "dC" and chosen.gradient != "unrolled":
             assert not got[name].any()
             continue
-        # What is stored in 16 bit is rounded to that.  Otherwise a sum of a few terms, in another order, is allowed.
-        stored = name in ("W_tilde", "dW") and W.element_size() == 2
-        unit = torch.finfo(dtype).eps if stored else 2**-22
         # gradients are sums over G: where they cancel to nothing, G's size is what rounding is relative to
         scale = G if name.startswith("d") else None
-        floor = max(error(other[name], wanted[name], scale) for other in plain)
-        assert error(got[name], wanted[name], scale) <= 4 * floor + unit, name
+        # and a sum of a few terms may be in another order
+        limit = 4 * max(error(other[name], wanted[name], scale) for other in plain) + 2**-22
+        if name in ("W_tilde", "dW") and W.element_size() == 2:
+            # rounded once, at the end: the distance to the next 16-bit number changes no more than the number itself
+            rounding = error(wanted[name].to(dtype), wanted[name], scale)
+            if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts off the bits that do not fit
+                rounding = torch.finfo(dtype).eps
+            limit = rounding + 2 * limit
+        assert error(got[name], wanted[name], scale) <= limit, name
 
 
 # shape, group, dim, k.  In addition to those for all implementations: vectors that end with the rows of a tile, which
@@ -108,20 +112,20 @@ def test_sixteen_bits(dtype, metric):
 
 
 @pytest.mark.parametrize("max_iter", range(1, 8))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_iterations(max_iter, dtype):
     grouping = Grouping.of((2, 40), Group(1), 1)
     assert_close_to_float64(draw((2, 40), grouping, 3), grouping, dtype, eps=0, max_iter=max_iter)
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(1, torch.float32), (4, torch.bfloat16), (16, torch.float32)])
+@pytest.mark.parametrize(("dim", "dtype"), [(1, torch.float32), (4, torch.float16), (16, torch.float32)])
 def test_several_tiles_of_centroids(dim, dtype):
     grouping = Grouping.of((2, 160), Group(1), dim)
     assert choose_constants(grouping, 64, "sqeuclidean")["K_TILES"] > 1
     assert_close_to_float64(draw((2, 160), grouping, 64), grouping, dtype, eps=0, max_iter=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_each_group_converges_for_itself(dtype):
     """Some start where they end, some move on and converge later, some never do."""
     grouping = Grouping.of((3, 60), Group(1), 1)
@@ -187,7 +191,7 @@ def test_the_trace():
     assert error(trace.trail[:, -1], reached) <= 4 * error(plain, reached) + 2**-22
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_only_what_is_asked_for(dtype):
     """The rest is the same, and a repetition gives the same bits."""
     grouping = Grouping.of((3, 20), Group(1), 1)
@@ -207,16 +211,20 @@ def test_only_what_is_asked_for(dtype):
     assert error(alone.dW, everything.dW.double()) <= 6 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_an_empty_centroid_stays_and_passes_on_its_gradient(dtype):
-    """No weight is near it, so nothing depends on it, and it does not move."""
-    grouping = Grouping.of((2, 30), Group(1), 1)
-    W, C, tau, G = draw((2, 30), grouping, 3)
-    C[1, 2] = 1e4
-    assert_close_to_float64((W, C, tau, G), grouping, dtype, eps=0, max_iter=3)
-    options = ClusterOptions(eps=0, max_iter=3)
-    _, trace = kernels.forward_groups(W.flatten().to(dtype), C.float(), tau.float(), grouping, options)
-    assert float(trace.trail[1, -1, 2]) == 1e4
+    """In the second group, 3 is nearer than -4 to all weights.  It moves to 20 / 3, and then -4 is nearer to 0."""
+    grouping = Grouping.of((2, 6), Group(1), 1)
+    W, C, tau, G = draw((2, 6), grouping, 2)
+    W[1] = torch.tensor([0.0, 10.0, 10.0, 0.0, 10.0, 10.0])
+    C[1, :, 0], tau[1] = torch.tensor([3.0, -4.0]), 5e-3  # so that exp(-(16 - 9) / tau) is zero, also in float64
+    assert_close_to_float64((W, C, tau, G), grouping, dtype, eps=0, max_iter=2)
+    options = ClusterOptions(eps=0, max_iter=2)
+    W, C, tau, G = W.flatten().to(dtype), C.float(), tau.float(), G.flatten().to(dtype)
+    W_tilde, trace = kernels.forward_groups(W, C, tau, grouping, options)
+    assert float(W_tilde[6]) == float(trace.trail[1, 1, 1, 0]) == -4
+    dC = kernels.backward_groups(G, W, tau, trace, grouping, options).dC
+    torch.testing.assert_close(dC[1, 1, 0], (G[6] + G[9]).float(), rtol=2**-7, atol=0)  # G may be in 16 bit
 
 
 def test_a_centroid_on_a_weight():

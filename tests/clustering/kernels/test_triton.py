@@ -437,7 +437,7 @@ def test_sums_may_be_reduced_in_between(k, d):
         options = ClusterOptions(eps=0.0, max_iter=2)
         W_tilde, trace = kernels.forward(W.flatten(), C, tau, options, how)
         gradients = kernels.backward(G.flatten(), W.flatten(), tau, trace, options, reduce=how)
-        results.append((W_tilde, trace.trail[-1], *gradients))
+        results.append((W_tilde, trace.trail[-1], gradients.dW, gradients.dC))
     assert shapes == [(k, d + 1)] * 4  # two iterations, the output and an update
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

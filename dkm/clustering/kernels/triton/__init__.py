@@ -5,17 +5,19 @@ values, and in Triton's interpreter.
 
 On the host:
 
-    forward_pass.py    the forward pass: memory, arguments, launches
-    backward_pass.py   the backward pass
-    value_table.py     d = 1 in 16 bit: the loop on a table of all values
-    tiles.py           which way a weight is computed, tile sizes, the number of programs
-    groups.py          groups of weights with centroids of their own: both passes
-    support.py         what the kernels need: which GPU, which Triton, which weights
-    launch.py          launches that take little time
+    forward_pass.py       the forward pass: memory, arguments, launches
+    backward_pass.py      the backward pass
+    temperature_pass.py   the gradient of tau, where it is wanted
+    value_table.py        d = 1 in 16 bit: the loop on a table of all values
+    tiles.py              which way a weight is computed, tile sizes, the number of programs
+    groups.py             groups of weights with centroids of their own: both passes
+    support.py            what the kernels need: which GPU, which Triton, which weights
+    launch.py             launches that take little time
 
 Compiled by Triton, in `device/`: `forward.py` and `backward.py` hold the two kernels and their iterations, `steps.py`
-what both share, and `moment.py` the checksum, the step and the temperature of a pass with a state.  They call one of
-three ways to compute attention, which have a file each; `tiles.py` chooses:
+what both share, `moment.py` the checksum, the step and the temperature of a pass with a state, and `temperature.py` the
+kernel for the gradient of tau, which goes by `differences`.  The two call one of three ways to compute attention, which
+have a file each; `tiles.py` chooses:
 
     differences.py   distances as differences.  For d = 1; for d > 1 if there are few centroids, if the distance is the
                      plain one, or if d > 32
@@ -111,12 +113,12 @@ import torch
 from torch import Tensor
 
 from ...options import ClusterOptions
-from .. import blocked
 from ..backend import Gradients, Reduce, State, Trace
 from . import support
 from .backward_pass import BackwardPass
 from .forward_pass import ForwardPass
 from .groups import backward_groups, fits_groups, forward_groups
+from .temperature_pass import temperature_gradient
 from .tiles import by_value_table
 from .value_table import look_up, look_up_gradient, population
 
@@ -153,30 +155,35 @@ def backward(
 ) -> Gradients:
     """From the gradient of W_tilde to those of W and, where asked for, of the centroids and of tau; see
     `backend.Backend`."""
-    if temperature:  # these kernels do not make it
-        dtau = blocked.backward(G, W, tau, trace, options, reduce=reduce, centroids=False, temperature=True).dtau
-        return backward(G, W, tau, trace, options, reduce=reduce, centroids=centroids)._replace(dtau=dtau)
     _, k, columns = trace.trail.shape
     if not by_value_table(W, k, columns - 1):
-        return BackwardPass(G, W, tau, trace, options, reduce=reduce, centroids=centroids).run()
-    # The gradient of a weight w is g * slope(w) + offset(w).  The offsets come through the updates of the centroids, to
-    # which equal weights contribute with the sum of their gradients; the slopes are the derivative of W_tilde for fixed
-    # centroids.  Both are functions of the value alone, so they are computed on the table.
-    found = population(W, G)
-    assert found.gradients is not None
-    through_updates = BackwardPass(
-        found.gradients,
-        found.values,
-        tau,
-        trace,
-        options,
-        counts=found.counts,
-        reduce=reduce,
-        centroids=centroids,
-        output=False,
-    )
-    offsets, dC, _ = through_updates.run()
-    return Gradients(look_up_gradient(W, G, through_updates.slopes(), offsets), dC)
+        whole = BackwardPass(G, W, tau, trace, options, reduce=reduce, centroids=centroids)
+        gradients = whole.run()
+        trail_gradients = whole.trail_gradients
+    else:
+        # The gradient of a weight w is g * slope(w) + offset(w).  The offsets come through the updates of the
+        # centroids, to which equal weights contribute with the sum of their gradients; the slopes are the derivative of
+        # W_tilde for fixed centroids.  Both are functions of the value alone, so they are computed on the table.
+        found = population(W, G)
+        assert found.gradients is not None
+        through_updates = BackwardPass(
+            found.gradients,
+            found.values,
+            tau,
+            trace,
+            options,
+            counts=found.counts,
+            reduce=reduce,
+            centroids=centroids,
+            output=False,
+        )
+        offsets, dC, _ = through_updates.run()
+        gradients = Gradients(look_up_gradient(W, G, through_updates.slopes(), offsets), dC)
+        trail_gradients = through_updates.trail_gradients
+    if temperature:
+        dtau = temperature_gradient(G, W, tau, trace, trail_gradients, options)
+        gradients = gradients._replace(dtau=dtau)
+    return gradients
 
 
 def can_advance(W: Tensor, C: Tensor) -> bool:

@@ -109,7 +109,7 @@ def choose_tiles(problem: Problem) -> Tiles:
     elif problem.windows:
         way = _windows(problem)
     else:
-        way = _differences(problem, d_padded)
+        way = _differences(k, d)
     row_width = triton.next_power_of_2(d + 1)
     if products:
         row_width = max(d_segment, row_width)
@@ -117,7 +117,7 @@ def choose_tiles(problem: Problem) -> Tiles:
     k_tiles = -(-k // way.BLOCK_K)
     k_padded = (k_tiles + problem.windows) * way.BLOCK_K  # a window may begin at any centroid, also near the last
     tiles = max(1, -(-n // max(windows_tile, way.BLOCK_N)))
-    programs = _programs(problem, way, tiles, k_padded if products and k_tiles > 1 else 0)
+    programs = _programs(problem.device, way, tiles, k_padded if products and k_tiles > 1 else 0)
     group_k, fold_rows = _fold(products, programs, k_padded, row_width)
     constants = dict(
         PRODUCTS=products,
@@ -145,6 +145,21 @@ def choose_tiles(problem: Problem) -> Tiles:
     if may_share and partial_rows * row > problem.N // 20:
         partial_rows = min(partial_rows, max(SHARED_ROWS, problem.N // 48 // row))
     return Tiles(n, k_padded, programs, partial_rows, constants)
+
+
+def choose_temperature_tiles(W: Tensor, k: int, d: int) -> tuple[int, dict[str, int]]:
+    """The number of programs and the constants for `device/temperature.py`, which goes by differences."""
+    way = _differences(k, d)
+    programs = _programs(W.device, way, max(1, -(-W.numel() // (d * way.BLOCK_N))), 0)
+    constants = dict(
+        D=d,
+        D_PADDED=triton.next_power_of_2(d),
+        BLOCK_K=way.BLOCK_K,
+        BLOCK_N=way.BLOCK_N,
+        K_TILES=-(-k // way.BLOCK_K),
+        num_warps=4,
+    )
+    return programs, constants
 
 
 def allocate(tiles: Tiles, device: torch.device, levels: int) -> Scratch:
@@ -187,22 +202,21 @@ def _windows(problem: Problem) -> _Way:
     return _Way(WINDOW_SIZE, block_n, per_processor=4, registers=128)
 
 
-def _differences(problem: Problem, d_padded: int) -> _Way:
+def _differences(k: int, d: int) -> _Way:
     """`device/differences.py`.  A thread holds whole columns of a tile, which must fit into its registers."""
-    block_k = _padded(problem.k)
-    if problem.d > 1:
+    block_k, d_padded = _padded(k), triton.next_power_of_2(d)
+    if d > 1:
         block_k = min(block_k, max(2, 128 // d_padded))
     elif block_k > 32:
         block_k = 16
     return _Way(block_k, 128 * max(1, min(8, 64 // (block_k * d_padded))), per_processor=2, registers=None)
 
 
-def _programs(problem: Problem, way: _Way, tiles: int, k_shared: int) -> int:
+def _programs(device: torch.device, way: _Way, tiles: int, k_shared: int) -> int:
     """How many programs share `tiles` tiles of vectors and, if there are few of these, `k_shared` centroids."""
-    if INTERPRETED:
-        resident = 3
-    else:  # as many as are on the chip at the same time
-        resident = way.per_processor * torch.cuda.get_device_properties(problem.device).multi_processor_count
+    # as many as are on the chip at the same time
+    processors = 3 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+    resident = processors if INTERPRETED else way.per_processor * processors
     working = -(-tiles // -(-tiles // resident))  # so that all take equally many tiles, or one less
     return max(working, min(k_shared // 4, resident))
 

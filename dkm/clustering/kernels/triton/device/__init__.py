@@ -2,6 +2,7 @@
 
     forward.py         the kernel of the forward pass
     backward.py        the kernels of the backward pass
+    temperature.py     the kernel for the gradient of tau
     steps.py           what both share: phases, the words of `progress`, the barrier, sums over programs
     differences.py     one way to compute attention: distances as differences
     products.py        another way: matrix products on the tensor cores

@@ -17,7 +17,7 @@ FAR = tl.constexpr(1e18)  # where the centroids that fill up the last tile are: 
 
 
 @triton.jit
-def _load_vectors(X, N, offs_n, D: tl.constexpr, D_PADDED: tl.constexpr):
+def load_vectors(X, N, offs_n, D: tl.constexpr, D_PADDED: tl.constexpr):
     """The vectors as columns, `(D_PADDED, BLOCK_N)`, zero past the last coordinate and past the last value."""
     offs_d = tl.arange(0, D_PADDED)[:, None]
     offs = offs_n[None, :] * D + offs_d
@@ -98,7 +98,7 @@ def sums(
     mass = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
     for first in range(program * BLOCK_N, n, programs * BLOCK_N):
         offs_n = first + tl.arange(0, BLOCK_N)
-        w = _load_vectors(W, N, offs_n, D, D_PADDED)
+        w = load_vectors(W, N, offs_n, D, D_PADDED)
         nearest, denominator = statistics(
             w=w, c0=c0, C=C, K=K, scale=scale, D=D, D_PADDED=D_PADDED, BLOCK_K=BLOCK_K, K_TILES=K_TILES,
             EUCLIDEAN=EUCLIDEAN,
@@ -139,7 +139,7 @@ def averages(
     c0 = load_centroids(C, tl.arange(0, BLOCK_K), K, D + 1, FAR, D, D_PADDED)
     for first in range(program * BLOCK_N, n, programs * BLOCK_N):
         offs_n = first + tl.arange(0, BLOCK_N)
-        w = _load_vectors(W, N, offs_n, D, D_PADDED)
+        w = load_vectors(W, N, offs_n, D, D_PADDED)
         nearest, denominator = statistics(
             w=w, c0=c0, C=C, K=K, scale=scale, D=D, D_PADDED=D_PADDED, BLOCK_K=BLOCK_K, K_TILES=K_TILES,
             EUCLIDEAN=EUCLIDEAN,
@@ -171,7 +171,7 @@ def load_gradient_tiles(C, C_next, H, offs_k, K, UPDATE: tl.constexpr, D: tl.con
 
 
 @triton.jit
-def _attention_gradient(w, g, c, h, offset, UPDATE: tl.constexpr, D: tl.constexpr):
+def attention_gradient(w, g, c, h, offset, UPDATE: tl.constexpr, D: tl.constexpr):
     """dA, `(BLOCK_K, BLOCK_N)`."""
     if UPDATE:
         if D == 1:  # h (w - c') and not h w - h c': neighbouring centroids are close, and the products would cancel
@@ -187,12 +187,12 @@ def mean_attention_gradient(
 ):  # fmt: skip
     """The sum of A dA over the centroids, `(BLOCK_N,)`."""
     numerators = tl.exp2(logits(nearest[None, :], distances(w, c0, EUCLIDEAN), scale, EUCLIDEAN, D))
-    total = tl.sum(numerators * _attention_gradient(w, g, c0, h0, offset0, UPDATE, D), 0)
+    total = tl.sum(numerators * attention_gradient(w, g, c0, h0, offset0, UPDATE, D), 0)
     for tile in range(1, K_TILES):
         offs_k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         c, h, offset = load_gradient_tiles(C, C_next, H, offs_k, K, UPDATE, D, D_PADDED)
         numerators = tl.exp2(logits(nearest[None, :], distances(w, c, EUCLIDEAN), scale, EUCLIDEAN, D))
-        total += tl.sum(numerators * _attention_gradient(w, g, c, h, offset, UPDATE, D), 0)
+        total += tl.sum(numerators * attention_gradient(w, g, c, h, offset, UPDATE, D), 0)
     return total / denominator
 
 
@@ -204,7 +204,7 @@ def through_softmax(
     the latter is divided by the distance."""
     distance = distances(w, c, EUCLIDEAN)
     numerators = tl.exp2(logits(nearest[None, :], distance, scale, EUCLIDEAN, D))
-    dlogits = numerators * (_attention_gradient(w, g, c, h, offset, UPDATE, D) - mean[None, :])
+    dlogits = numerators * (attention_gradient(w, g, c, h, offset, UPDATE, D) - mean[None, :])
     if EUCLIDEAN:
         dlogits = tl.where(distance > 0, dlogits / distance, 0.0)
     return numerators, dlogits
@@ -226,10 +226,10 @@ def gradient_sums(
     acc = tl.zeros((D_PADDED, BLOCK_K, BLOCK_N), tl.float32)
     for first in range(program * BLOCK_N, n, programs * BLOCK_N):
         offs_n = first + tl.arange(0, BLOCK_N)
-        w = _load_vectors(W, N, offs_n, D, D_PADDED)
+        w = load_vectors(W, N, offs_n, D, D_PADDED)
         g = w
         if not UPDATE:
-            g = _load_vectors(G, N, offs_n, D, D_PADDED)
+            g = load_vectors(G, N, offs_n, D, D_PADDED)
         nearest, denominator = statistics(
             w=w, c0=c0, C=C, K=K, scale=scale, D=D, D_PADDED=D_PADDED, BLOCK_K=BLOCK_K, K_TILES=K_TILES,
             EUCLIDEAN=EUCLIDEAN,
@@ -335,11 +335,11 @@ def gradient(
     stride = K * (D + 1)
     for first in range(program * BLOCK_N, n, programs * BLOCK_N):
         offs_n = first + tl.arange(0, BLOCK_N)
-        w = _load_vectors(W, N, offs_n, D, D_PADDED)
+        w = load_vectors(W, N, offs_n, D, D_PADDED)
         dw = tl.zeros((D_PADDED, BLOCK_N), tl.float32)
         if OUTPUT:
             C = trail + output_row * stride
-            g = _load_vectors(G, N, offs_n, D, D_PADDED)
+            g = load_vectors(G, N, offs_n, D, D_PADDED)
             dw = vector_gradients(
                 w=w, g=g, C=C, C_next=C, H=H_slots, K=K, scale=scale, slope=slope, UPDATE=False, D=D,
                 D_PADDED=D_PADDED, BLOCK_K=BLOCK_K, K_TILES=K_TILES, EUCLIDEAN=EUCLIDEAN,

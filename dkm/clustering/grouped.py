@@ -177,7 +177,8 @@ def _(
 
 
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: Output) -> None:
-    W, C, tau, ctx.grouping, *ctx.options = inputs
+    W, C, tau, ctx.grouping, eps, max_iter, metric, gradient, impl = inputs
+    ctx.options = ClusterOptions(eps=eps, max_iter=max_iter, metric=metric, gradient=gradient, impl=impl)
     ctx.C_dtype = C.dtype
     ctx.save_for_backward(W, tau, *output[1:])
 
@@ -185,9 +186,9 @@ def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: Output) -> None:
 def _operator_gradients(ctx: Any, G: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     W, tau, iterations, trail = ctx.saved_tensors
     _, C_wanted, tau_wanted, *_ = ctx.needs_input_grad
-    dW, dC, dtau = _backward_operator(
-        G.contiguous(), W, tau, iterations, trail, ctx.grouping, *ctx.options, C_wanted, tau_wanted
-    )
+    wanted = dict(centroids=C_wanted, temperature=tau_wanted)
+    trace = dict(iterations=iterations, trail=trail, grouping=ctx.grouping)
+    dW, dC, dtau = _backward_operator(G.contiguous(), W, tau, **trace, **_flat(ctx.options), **wanted)
     return dW, dC.to(ctx.C_dtype) if C_wanted else None, dtau if tau_wanted else None, *(None,) * 6
 
 

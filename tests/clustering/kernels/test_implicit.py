@@ -11,7 +11,7 @@ def system(size: int, seed: int, reach: float) -> tuple[torch.Tensor, torch.Tens
     """A map that contracts by at least `reach`, of no symmetry, and a right-hand side."""
     generator = torch.Generator().manual_seed(seed)
     J = torch.randn(size, size, dtype=torch.float64, generator=generator)
-    return J * (reach / torch.linalg.matrix_norm(J, 2)), torch.randn(size, dtype=torch.float64, generator=generator)
+    return J * (reach / torch.linalg.matrix_norm(J, 2)), torch.randn(size, 1, dtype=torch.float64, generator=generator)
 
 
 @given(st.integers(1, PASSES), st.integers(0, 1000), st.floats(0, 0.9))
@@ -33,4 +33,12 @@ def test_no_worse_than_as_many_terms_of_the_series(size, seed, reach):
 
 
 def test_nothing_to_solve():
-    assert torch.equal(solve(torch.zeros(3), lambda x: x / 2), torch.zeros(3))
+    assert torch.equal(solve(torch.zeros(3, 1), lambda x: x / 2), torch.zeros(3, 1))
+
+
+def test_systems_of_groups_are_solved_for_themselves():
+    systems = [system(5, seed, 0.9) for seed in range(3)]
+    J, v = (torch.stack(parts) for parts in zip(*systems, strict=True))
+    together = solve(v, lambda x: J.mT @ x)
+    for i in range(3):
+        torch.testing.assert_close(together[i], solve(v[i], lambda x, i=i: J[i].T @ x))

@@ -34,6 +34,7 @@ from .clock import Clock, in_backward
 from .dtensors import is_sharded, whole
 
 TYPICAL_EXPONENT = -5  # of the weights that eps = 1e-4 is meant for: their root mean square is about 0.03
+SCALED_EXPONENT = -2  # of weights whose rows are divided by their largest value
 
 
 class Moment(NamedTuple):
@@ -144,8 +145,8 @@ class Clustered(nn.Module, ABC):
         self.loop = self.options
         if isinstance(self.options, LoopOptions):
             # The paper's eps is absolute, and stays so for weights of an ordinary scale.
-            if self.relative_eps and self.spec.scaled:  # then the root mean square is 1
-                eps = self.options.eps * 2.0**-TYPICAL_EXPONENT
+            if self.relative_eps and self.spec.scaled:
+                eps = self.options.eps * 2.0 ** (SCALED_EXPONENT - TYPICAL_EXPONENT)
             else:
                 relative = 2.0 ** (exponent - TYPICAL_EXPONENT) if self.shift and self.relative_eps else 1.0
                 eps = self.options.eps * relative * 2.0**-self.shift

@@ -8,11 +8,11 @@ import torch
 
 import benchmarks
 
-from . import accuracy, cuda, init, memory, speed
+from . import accuracy, cuda, groups, init, memory, speed
 from .measure import DEVICES, environment
 
-SECTIONS = dict(speed=speed, init=init, memory=memory, accuracy=accuracy, gpu=cuda)
-OF_DEVICE = dict(cpu=["speed", "init", "memory", "accuracy"], cuda=["accuracy", "gpu"])
+SECTIONS = dict(speed=speed, init=init, memory=memory, accuracy=accuracy, groups=groups, gpu=cuda)
+OF_DEVICE = dict(cpu=["speed", "groups", "init", "memory", "accuracy"], cuda=["accuracy", "groups", "gpu"])
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_tables_come_out(tmp_path):
-    sections = ["--only", "accuracy", "--only", "memory"]  # one process: most of the time is spent importing
+    # one process: most of the time is spent importing
+    sections = ["--only", "accuracy", "--only", "memory", "--only", "groups"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--quick", *sections, "--json", tmp_path / "numbers.json"],
         cwd=ROOT,
@@ -22,9 +23,9 @@ def test_tables_come_out(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    _, accuracy, memory = done.stdout.split("###")
+    _, accuracy, memory, groups = done.stdout.split("###")
     numbers = json.loads((tmp_path / "numbers.json").read_text())
-    for text, section in ((accuracy, "accuracy"), (memory, "memory")):
+    for text, section in ((accuracy, "accuracy"), (memory, "memory"), (groups, "groups")):
         table = [line for line in text.splitlines() if line.startswith("|")]
         assert len(table) == 2 + len(numbers[section]) > 2  # a header, a rule
         assert len({line.count("|") for line in table}) == 1

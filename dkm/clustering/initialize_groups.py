@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from .assign import assign_groups
 from .groups import Grouping
 from .initialize import init_centroids
 from .options import INITS
@@ -224,17 +225,7 @@ def _kmeans(V: Tensor, counted: Tensor, k: int, generator: torch.Generator) -> T
 
 def nearest_of_group(V: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     """`(g, n, d), (g, k, d)` -> the index of each vector's nearest centroid, and the squared distance: `(g, n)`."""
-    if C.shape[2] == 1:
-        # by bisection between sorted centroids: exact, and O(n log k)
-        levels, order = C[..., 0].sort(dim=1, stable=True)
-        edges = ((levels[:, 1:] + levels[:, :-1]) / 2).contiguous()
-        codes = order.gather(1, torch.searchsorted(edges, V[..., 0].contiguous()))
-        return codes, (V - _take(C, codes)).square().sum(2)
-    offsets = -C.square().sum(2)[:, None] / 2
-    rows = max(1, BLOCK // (C.shape[0] * C.shape[1]))
-    with torch.autocast(V.device.type, enabled=False):
-        blocks = [torch.baddbmm(offsets, block, C.transpose(1, 2)).argmax(2) for block in V.split(rows, 1)]
-    codes = torch.cat(blocks, 1)
+    codes = assign_groups(V, C)
     return codes, (V - _take(C, codes)).square().sum(2)
 
 

@@ -21,11 +21,6 @@ def check_bits_dim(bits: int, dim: int) -> None:
         raise ValueError(f"dim must be an integer of at least 1, got {dim!r}")
 
 
-def table_is_absurd(bits: int, dim: int, weights: int) -> bool:
-    """Whether the centroids would take far more memory than the weights that they stand for, and more than a little."""
-    return 2**bits * dim > max(4 * weights, 2**22)
-
-
 def check_weight(weight: Tensor, name: str = "the weight") -> None:
     """Raise unless the tensor can be clustered: floating point, not empty, finite, of a scale that float32 has."""
     if not weight.is_floating_point() or weight.element_size() < 2:

@@ -99,7 +99,10 @@ def _check_finite(name: str, weight: Tensor, clustered: Clustered | None) -> Non
     finite = bool(weight.isfinite().all())
     if finite and clustered is not None:
         C = clustered.C.to(FLOAT8 if clustered.spec.float8 else stored_dtype(weight.dtype))
-        finite = all_finite(C, clustered.stored_scales(), clustered.shift, weight.dtype)
+        scales = clustered.stored_scales()
+        finite = all_finite(C, scales, clustered.shift, weight.dtype)
+        if scales is not None and finite and not bool((scales > 0).all()):
+            raise FileError(f"{name} has scales that are zero or negative in {scales.dtype}; nothing was written")
     if not finite:
         raise FileError(f"{name} holds NaN, infinite or too large values: the training diverged; nothing was written")
 

@@ -30,7 +30,7 @@ class Line(NamedTuple):
 
 def describe(path: str | os.PathLike[str], columns: int = 100) -> str:
     """A row for each tensor: bits, centroids, bytes, how many centroids are used, the entropy of the codes, their
-    histogram.
+    histogram.  In a narrow terminal, k and the shape are left out.
 
     Where the tensor has groups, k is the number of centroids times that of groups, and the entropy is that of codes
     whose group is known.  The histogram orders the centroids of a group from the smallest (by its first value) to the
@@ -54,7 +54,7 @@ def describe(path: str | os.PathLike[str], columns: int = 100) -> str:
     ties = f"; {len(contents.ties)} tied names" if contents.ties else ""
     return "\n".join(
         [
-            table([head, *(line.cells for line in lines)], "<<>>>>><", columns),
+            table([head, *(line.cells for line in lines)], "<<>>>>><", columns, spare=("k", "shape")),
             "",
             f"{len(lines)} clustered tensors; codes {packed:,} bytes, {ideal:,.0f} at their entropy; "
             f"centroids {centroids:,} bytes{scaled}",

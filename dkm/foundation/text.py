@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+LEAST_ROOM = 28  # of the columns of a table, for names and free text together
+
 
 def size_text(count: float) -> str:
     """Bytes as 1.09 MB, 12.3 kB or 812 B.  A kB is 2^10 bytes and a MB 2^20, as in the paper."""
@@ -18,12 +20,22 @@ def clock_text(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def table(lines: Sequence[Sequence[str]], align: str, columns: int, *, shrink_last: bool = False) -> str:
+def table(
+    lines: Sequence[Sequence[str]], align: str, columns: int, *, shrink_last: bool = False, spare: Sequence[str] = ()
+) -> str:
     """Lines of cells as text, at most `columns` wide where that is possible; `align` has a "<" or ">" per cell.
 
-    Where the lines are too wide, the first cell, a tensor's name, becomes shorter, but not shorter than 12.  With
-    `shrink_last` the last cell, free text, becomes shorter as well: both get at least half of the room there is.
+    Where the lines are too wide, the columns whose titles, in the first line, are `spare` are left out one after the
+    other.  Then the first cell, a tensor's name, becomes shorter, but not shorter than 12.  With `shrink_last` the last
+    cell, free text, becomes shorter as well: both get at least half of the room there is.
     """
+    for title in spare:
+        widths = [max(len(line[i]) for line in lines) for i in range(len(align))]
+        least = LEAST_ROOM if shrink_last else 13 + widths[-1]
+        if sum(widths[1:-1]) + len(align) - 2 + least > columns:
+            at = list(lines[0]).index(title)
+            lines = [[cell for i, cell in enumerate(line) if i != at] for line in lines]
+            align = align[:at] + align[at + 1 :]
     widths = [max(len(line[i]) for line in lines) for i in range(len(align))]
     room = columns - sum(widths[1:-1]) - len(align) + 1
     least = max(12, room // 2) if shrink_last else 12

@@ -11,7 +11,6 @@ from ..foundation.text import table as text_table
 from .language import quoted
 
 MEGABYTE = 2**20
-LEAST_ROOM = 28  # of the table's columns, for names and reasons together
 
 
 @dataclass(frozen=True)
@@ -137,13 +136,9 @@ class Plan:
         Where names and reasons would have too little room, columns that follow from the others are left out.
         """
         shown = self.rows if rows is None else rows
-        table = [[column.title, *(column.cell(row) for row in shown)] for column in COLUMNS]
-        aligns = [column.align for column in COLUMNS]
-        for title in ("params", "k"):
-            if columns - sum(1 + max(map(len, cells)) for cells in table[1:-1]) < LEAST_ROOM:
-                at = next(i for i, cells in enumerate(table) if cells[0] == title)
-                del table[at], aligns[at]
-        return text_table(list(zip(*table, strict=True)), "".join(aligns), columns, shrink_last=True)
+        lines = [[column.title for column in COLUMNS], *([column.cell(row) for column in COLUMNS] for row in shown)]
+        align = "".join(column.align for column in COLUMNS)
+        return text_table(lines, align, columns, shrink_last=True, spare=("params", "k"))
 
 
 class Column(NamedTuple):

@@ -80,3 +80,14 @@ def test_no_line_is_wider_than_the_terminal(lines: list[tuple[str, ...]]):
 def test_what_fits_is_shown_whole(lines: list[tuple[str, ...]]):
     shown = table(lines, "<<", 200).split("\n")
     assert [line.split() for line in shown] == [list(line) for line in lines]
+
+
+def test_spare_columns_go_before_names_become_short():
+    lines = [["tensor", "shape", "bytes", "codes"], ["layer.weight", "1024x1024", "1,000,000", "abcdefgh"]]
+    wide = table(lines, "<<><", 80, spare=("shape", "bytes"))
+    assert wide.splitlines()[0].split() == lines[0]
+    middle = table(lines, "<<><", 40, spare=("shape", "bytes"))
+    assert middle.splitlines()[0].split() == ["tensor", "bytes", "codes"]
+    narrow = table(lines, "<<><", 24, spare=("shape", "bytes"))
+    assert narrow.splitlines()[0].split() == ["tensor", "codes"]
+    assert all(len(line) <= columns for text, columns in ((middle, 40), (narrow, 24)) for line in text.splitlines())

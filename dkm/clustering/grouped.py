@@ -42,7 +42,7 @@ def cluster_groups(
     return GroupedClustering(W_tilde.view(W.shape), trail.detach()[:, -1].contiguous(), iterations)
 
 
-def _backend(W: Tensor, k: int, grouping: Grouping, options: ClusterOptions) -> GroupedBackend | None:
+def group_backend(W: Tensor, k: int, grouping: Grouping, options: ClusterOptions) -> GroupedBackend | None:
     """The backend that does all groups in one go, if there is one for these groups."""
     if options.impl == "reference":
         return None
@@ -52,7 +52,7 @@ def _backend(W: Tensor, k: int, grouping: Grouping, options: ClusterOptions) -> 
 
 @torch.compiler.assume_constant_result
 def _at_once(W: Tensor, k: int, grouping: Grouping, options: ClusterOptions) -> bool:
-    return _backend(W, k, grouping, options) is not None
+    return group_backend(W, k, grouping, options) is not None
 
 
 def _one_by_one(W: Tensor, C: Tensor, tau: Tensor, grouping: Grouping, options: ClusterOptions) -> GroupedClustering:
@@ -75,7 +75,7 @@ Output = tuple[Tensor, Tensor, Tensor]  # W_tilde and the two tensors of a Group
 
 
 def _forward(W: Tensor, C: Tensor, tau: Tensor, grouping: Grouping, options: ClusterOptions) -> Output:
-    backend = _backend(W, C.shape[1], grouping, options)
+    backend = group_backend(W, C.shape[1], grouping, options)
     assert backend is not None  # `cluster_groups` has asked
     with no_autocast(W):
         W_tilde, trace = backend.forward_groups(W, C.to(compute_dtype(W.dtype)), tau, grouping, options)
@@ -93,7 +93,7 @@ def _backward(
     centroids: bool,
     temperature: bool,
 ) -> Gradients:
-    backend = _backend(W, trace.trail.shape[2], grouping, options)
+    backend = group_backend(W, trace.trail.shape[2], grouping, options)
     assert backend is not None
     through_all = options.gradient == "unrolled"  # otherwise the first centroids are constants
     wanted = dict(centroids=centroids and through_all, temperature=temperature)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .assign import assign, assign_groups
+from .groups import Grouping
 from .initialize_groups import init_group_centroids, nearest_of_group
 from .precision import PLAIN_EXPONENTS, exponent_of, stored_dtype
 from .spec import Spec
@@ -22,6 +24,32 @@ def row_scales(weight: Tensor) -> Tensor:
     limits = torch.finfo(torch.float16)
     scales = largest.clamp(limits.smallest_normal * limits.eps, limits.max).to(torch.float16)
     return torch.where(largest > 0, scales.to(largest.dtype), 1.0)
+
+
+def nearest_codes(W: Tensor, C: Tensor, grouping: Grouping) -> Tensor:
+    """`(n,)` int64: the nearest centroid of each vector that counts, group after group.
+
+    W has any shape; C is `(groups, k, d)`, or `(k, d)` where all of W is one group.
+    """
+    V = grouping.split(W)
+    if C.ndim == 2:
+        return assign(V[0], C)
+    return _counted(assign_groups(V, C), grouping)
+
+
+def nearest_values(W: Tensor, C: Tensor, grouping: Grouping) -> Tensor:
+    """`(weights,)`: every vector of W replaced by its nearest centroid, and by NaN where it has one; as
+    `nearest_codes`."""
+    codes = nearest_codes(W, C, grouping)
+    if C.ndim == 3:
+        codes = codes + C.shape[1] * grouping.group_of_codes(codes.device)
+    lost = _counted(grouping.split(W.isnan()).any(2), grouping)
+    return grouping.place(torch.where(lost[:, None], torch.nan, C.reshape(-1, grouping.dim)[codes]))
+
+
+def _counted(X: Tensor, grouping: Grouping) -> Tensor:
+    """`(groups, vectors)` -> `(n,)`: what belongs to the vectors that count."""
+    return X.reshape(-1) if grouping.all_count else X[grouping.counted(X.device)]
 
 
 def kmeans_groups(weight: Tensor, spec: Spec, seed: int = 0) -> Tensor:

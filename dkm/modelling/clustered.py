@@ -26,13 +26,14 @@ from ..clustering.precision import (
     exponent_of,
     stored_dtype,
 )
-from ..clustering.snapping import LARGEST_FLOAT8, row_scales
+from ..clustering.snapping import LARGEST_FLOAT8, nearest_codes, nearest_values, row_scales
 from ..clustering.spec import Spec
 from ..clustering.vectors import to_vectors
 from .checksum import checksum
 from .clock import Clock, in_backward
 from .dtensors import is_sharded, whole
 
+ALL = slice(None)
 TYPICAL_EXPONENT = -5  # of the weights that eps = 1e-4 is meant for: their root mean square is about 0.03
 SCALED_EXPONENT = -2  # of weights whose rows are divided by their largest value
 
@@ -157,20 +158,23 @@ class Clustered(nn.Module, ABC):
         """Whether, for a weight of an extreme scale, `eps` is meant for one of typical scale and is scaled alike."""
         return True
 
-    def scaled(self, weight: Tensor) -> Tensor:
-        """The weight as methods see it: divided by 2^shift, which is exact, and by the scales of its rows."""
+    def scaled(self, weight: Tensor, rows: slice = ALL) -> Tensor:
+        """The weight as methods see it: divided by 2^shift, which is exact, and by the scales of its rows.
+
+        Where `weight` is a shard, `rows` says which rows of the whole weight it holds.
+        """
         weight = weight if not self.shift else weight * 2.0**-self.shift
         # by float32 scales: in 16 bits, the quotient would lose what the weight has
-        return weight if self.scales is None else weight / self._row_by_row(weight)
+        return weight if self.scales is None else weight / self._row_by_row(weight, rows)
 
-    def unscaled(self, values: Tensor) -> Tensor:
+    def unscaled(self, values: Tensor, rows: slice = ALL) -> Tensor:
         """The inverse of `scaled`; where rows have scales, in at least float32."""
-        values = values if self.scales is None else values * self._row_by_row(values)
+        values = values if self.scales is None else values * self._row_by_row(values, rows)
         return values if not self.shift else values * 2.0**self.shift
 
-    def _row_by_row(self, weight: Tensor) -> Tensor:
+    def _row_by_row(self, weight: Tensor, rows: slice) -> Tensor:
         assert self.scales is not None
-        return self.scales.view(-1, *(1,) * (weight.ndim - 1))
+        return self.scales[rows].view(-1, *(1,) * (weight.ndim - 1))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         key = prefix + "exponent"
@@ -282,14 +286,13 @@ class Clustered(nn.Module, ABC):
         indices are those of the vectors that count, group after group.
         """
         weight = whole(weight)
+        C = self._stored_centroids(weight.dtype)
+        return C, nearest_codes(self.scaled(weight), C.to(self.C.dtype), self.grouping)
+
+    def _stored_centroids(self, dtype: torch.dtype) -> Tensor:
         if self.spec.float8:  # beyond its range, the conversion gives NaN
-            C = self.C.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
-        else:
-            C = self.C.to(stored_dtype(weight.dtype))
-        if self.spec.group is None:
-            return C, assign(to_vectors(self.scaled(weight), self.dim), C.to(self.C.dtype))
-        codes = assign_groups(self.grouping.split(self.scaled(weight)), C.to(self.C.dtype))
-        return C, codes.view(-1) if self.grouping.all_count else codes[self.grouping.counted(codes.device)]
+            return self.C.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
+        return self.C.to(stored_dtype(dtype))
 
     def stored_scales(self) -> Tensor | None:
         """The scales of the rows as the file holds them, in 16 bits; None where there are none."""
@@ -298,15 +301,26 @@ class Clustered(nn.Module, ABC):
     @torch.no_grad()
     def snapped(self, weight: Tensor) -> Tensor:
         """The weight with every vector replaced by its nearest centroid, and by NaN where the weight is not finite."""
-        weight, (C, codes) = whole(weight), self.codes(weight)
-        if self.spec.group is not None:
-            codes = codes + 2**self.bits * self.grouping.group_of_codes(codes.device)
-        values = self.grouping.place(C.to(self.C.dtype).view(-1, self.dim)[codes]).view(weight.shape)
-        scales = None if self.scales is None else self._row_by_row(weight)
-        # A diverged weight must show: it has a nearest centroid, but that is not what it is.
-        diverged = self.grouping.split(~weight.isfinite()).any(2, keepdim=True).expand(-1, -1, self.dim)
-        diverged = self.grouping.join(diverged).view(weight.shape)
-        return torch.where(diverged, torch.nan, products(values, scales, self.shift, weight.dtype))
+        weight = whole(weight)
+        values = self.nearest(self.marked(weight), self.grouping, weight.dtype)
+        return self.stands_for(values.view(weight.shape), weight.dtype)
+
+    # The three parts of `snapped`, for a shard too: `rows` and `groups` say which ones of the whole weight it has.
+
+    def marked(self, weight: Tensor, rows: slice = ALL) -> Tensor:
+        """The scaled weight, with NaN where the weight is not finite.
+
+        A diverged weight must show: it has a nearest centroid, but that is not what it is.
+        """
+        return torch.where(weight.isfinite(), self.scaled(weight, rows), torch.nan)
+
+    def nearest(self, W: Tensor, grouping: Grouping, dtype: torch.dtype, groups: slice = ALL) -> Tensor:
+        """`(weights,)`: each vector of a `marked` weight of this dtype replaced by the nearest stored centroid."""
+        return nearest_values(W, self._stored_centroids(dtype).to(self.C.dtype)[groups], grouping)
+
+    def stands_for(self, values: Tensor, dtype: torch.dtype, rows: slice = ALL) -> Tensor:
+        """From values of centroids, shaped like the weight, to the weights that they stand for."""
+        return products(values, None if self.scales is None else self._row_by_row(values, rows), self.shift, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Clustered":
         # model.half() and model.bfloat16() are for weights: centroids of 16 bit would not move any more.

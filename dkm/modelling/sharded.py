@@ -13,6 +13,9 @@ tensor says what is gathered in its stead.
 
 Both passes of the clustering add up sums of shape `(k, d + 1)` or `(k, d)` over the ranks, once per iteration.  All
 ranks get the same bits from that, so that they take the same number of iterations and keep equal centroids.
+
+Where there are groups, each of them belongs to one rank, which clusters it alone.  Only then are the new centroids of
+all ranks put together.
 """
 
 from collections.abc import Callable
@@ -23,8 +26,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler with dkm
 
 from ..clustering import cluster as loop
-from ..clustering.kernels.backend import Trace
+from ..clustering import group_passes
+from ..clustering.groups import Grouping
+from ..clustering.kernels.backend import Gradients, Trace
 from ..clustering.options import DKMOptions
+from ..clustering.spec import Spec
 from ..clustering.vectors import compute_dtype
 from .clock import in_backward
 from .clustered import Moment
@@ -69,23 +75,26 @@ class Shardable(Protocol):
     """What `Sharded` needs of the clustered weight that it works for."""
 
     loop: DKMOptions
-    dim: int
+    spec: Spec
+    grouping: Grouping
     C: Tensor
     training: bool
 
     def moment(self, weight: Tensor, add_up: Callable[[Tensor], Tensor] | None = None, first: int = 0) -> Moment: ...
     def temperature(self, step: Tensor) -> Tensor | float: ...
     def advance(self, C: Tensor, now: Moment, iterations: Tensor) -> None: ...
-    def snapped(self, weight: Tensor) -> Tensor: ...
-    def scaled(self, weight: Tensor) -> Tensor: ...
-    def unscaled(self, values: Tensor) -> Tensor: ...
+    def marked(self, weight: Tensor, rows: slice) -> Tensor: ...
+    def nearest(self, W: Tensor, grouping: Grouping, dtype: torch.dtype, groups: slice) -> Tensor: ...
+    def stands_for(self, values: Tensor, dtype: torch.dtype, rows: slice) -> Tensor: ...
+    def scaled(self, weight: Tensor, rows: slice) -> Tensor: ...
+    def unscaled(self, values: Tensor, rows: slice) -> Tensor: ...
 
 
 class LastClustering(NamedTuple):
     """What the gradient needs of the last clustering."""
 
-    trace: Trace
-    tau: Tensor
+    trace: Trace | group_passes.Traces | None  # None on a rank without a group
+    tau: Tensor  # (), or (groups of this rank,)
 
 
 class Sharded:
@@ -113,7 +122,8 @@ class Sharded:
         if not isinstance(parameter._local_tensor, _Rows):
             parameter._local_tensor = parameter._local_tensor.as_subclass(_Rows)
         if parameter is not self.parameter:
-            self.parameter, self.layout = parameter, Layout(parameter, self.clustered.dim)
+            self.parameter, clustered = parameter, self.clustered
+            self.layout = Layout(parameter, clustered.grouping, clustered.spec.group is not None)
 
     def gather(self, rows: Tensor) -> Tensor:
         """From this rank's rows of the weight to the rows that FSDP2 shall gather."""
@@ -130,23 +140,49 @@ class Sharded:
     @torch.no_grad()
     def values(self, rows: Tensor, soft: bool) -> Tensor:
         """From this rank's rows of the weight to its rows of W~, or of the snapped weight."""
-        vectors = self.layout.vectors(rows.reshape(-1))
-        vectors = self.cluster(rows, vectors) if soft else self.clustered.snapped(vectors)
-        return self.layout.rows(vectors).view(rows.shape)
+        return self.cluster(rows) if soft else self.snapped(rows)
 
-    def cluster(self, rows: Tensor, vectors: Tensor) -> Tensor:
-        """Cluster the whole weight together with the other ranks; returns W~ of this rank's vectors."""
-        clustered = self.clustered
+    def snapped(self, rows: Tensor) -> Tensor:
+        """This rank's rows of the snapped weight."""
+        clustered, layout = self.clustered, self.layout
+        W = layout.to_owners(clustered.marked(rows, layout.rows).reshape(-1))
+        values = W.to(clustered.C.dtype)  # which is what the other ranks send, even to one without vectors
+        if len(W):
+            values = clustered.nearest(W, layout.grouping, rows.dtype, layout.groups)
+        return clustered.stands_for(layout.to_rows(values).view(rows.shape), rows.dtype, layout.rows)
+
+    def cluster(self, rows: Tensor) -> Tensor:
+        """Cluster the whole weight together with the other ranks; returns this rank's rows of W~."""
+        clustered, layout = self.clustered, self.layout
         if is_sharded(multiple := getattr(clustered, "log_multiple", None)):
             self.multiple = multiple
-        now = clustered.moment(rows, self.layout.sum, self.layout.first)
-        tau, dtype = clustered.temperature(now.step), compute_dtype(vectors.dtype)
+        now = clustered.moment(rows, layout.sum, layout.first)
+        W = layout.to_owners(clustered.scaled(rows, layout.rows).reshape(-1))
+        tau, dtype = clustered.temperature(now.step), compute_dtype(W.dtype)
         tau = tau.to(dtype) if isinstance(tau, Tensor) else now.start.new_full((), tau, dtype=dtype)
-        W = clustered.scaled(vectors)
-        W_tilde, trace = loop.forward(W, now.start, tau, clustered.loop, self.layout.sum)
-        clustered.advance(trace.trail[-1, :, :-1].contiguous(), now, trace.iterations)
+        if clustered.spec.group is None:
+            W_tilde, trace = loop.forward(W, now.start, tau, clustered.loop, layout.sum)
+            self.last = LastClustering(trace, tau)
+            clustered.advance(trace.trail[-1, :, :-1].contiguous(), now, trace.iterations)
+        else:
+            W_tilde = self._cluster_groups(W, tau.expand(clustered.grouping.count), now)
+        return clustered.unscaled(layout.to_rows(W_tilde).view(rows.shape), layout.rows).to(rows.dtype)
+
+    def _cluster_groups(self, W: Tensor, tau: Tensor, now: Moment) -> Tensor:
+        """Cluster the groups of this rank, and put the centroids of all ranks together."""
+        clustered, own = self.clustered, self.layout.groups
+        tau = tau[own].contiguous()
+        # of each group: its centroids and its iterations; zero on all ranks but the one that has it
+        news = now.start.new_zeros(len(now.start), now.start[0].numel() + 1, dtype=tau.dtype)
+        trace = None
+        if len(tau):
+            start = now.start[own].to(tau.dtype)
+            W, C, iterations, trace = group_passes.forward(W, start, tau, self.layout.grouping, clustered.loop)
+            news[own] = torch.cat([C.flatten(1), iterations[:, None].to(C.dtype)], 1)
+        news = self.layout.sum(news)
         self.last = LastClustering(trace, tau)
-        return clustered.unscaled(W_tilde)
+        clustered.advance(news[:, :-1].reshape(now.start.shape), now, news[:, -1].amax().long())
+        return W
 
     @_disable_dynamo  # a graph that torch.compile traced would leave out the hooks
     def read(self, weight: Tensor) -> Tensor:
@@ -217,19 +253,24 @@ class Sharded:
 
     def through_clustering(self, rows: Tensor) -> Tensor:
         """From this rank's rows of the gradient of W~ to its rows of the gradient of W."""
-        options, (trace, tau) = self.clustered.loop, self.last
+        clustered, layout, (trace, tau) = self.clustered, self.layout, self.last
         # the gradients of the scaled weight, as autograd would make them of `scaled` and `unscaled`
-        own, device = self.parameter._local_tensor.as_subclass(Tensor), trace.trail.device
-        G, W = (
-            self.layout.vectors(values.to(device).reshape(-1))
-            for values in (self.clustered.unscaled(rows), self.clustered.scaled(own))
-        )
+        own = self.parameter._local_tensor.as_subclass(Tensor)
+        W = layout.to_owners(clustered.scaled(own.to(tau.device), layout.rows).reshape(-1))
+        G = layout.to_owners(clustered.unscaled(rows.to(tau.device), layout.rows).reshape(-1))
         learned = self.multiple is not None and self.multiple.requires_grad
-        wanted = dict(centroids=False, temperature=learned)
-        dW, _, dtau = loop.backward(G, W, tau, trace, options, reduce=self.layout.sum, **wanted)
-        if dtau is not None:
-            self._add_to_multiple(self.layout.sum(dtau) * tau)
-        return self.clustered.scaled(self.layout.rows(dW)).view(rows.shape)
+        if isinstance(trace, Trace):
+            wanted = dict(centroids=False, temperature=learned)
+            found = loop.backward(G, W, tau, trace, clustered.loop, reduce=layout.sum, **wanted)
+        elif trace is not None:
+            grouping = layout.grouping
+            found = group_passes.backward(G, W, tau, trace, grouping, clustered.loop, temperature=learned)
+        else:
+            found = Gradients(W, None, torch.zeros_like(tau))  # of no weights
+        if learned:
+            assert found.dtau is not None
+            self._add_to_multiple(layout.sum((found.dtau * tau).sum()))
+        return clustered.scaled(layout.to_rows(found.dW).view(rows.shape), layout.rows)
 
     def _add_to_multiple(self, gradient: Tensor) -> None:
         """Add to the gradient of a learned temperature.  FSDP2 has sharded it as well: one rank has its one element."""

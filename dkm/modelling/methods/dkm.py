@@ -57,10 +57,5 @@ class DKMClustered(Tempered):
 
     def shard(self, original: Any) -> None:
         """FSDP2 has split the weight: from now on each rank clusters its own rows."""
-        if self.spec.scaled or self.spec.group is not None:
-            raise NotImplementedError(
-                f"{self.spec.label}: scales and groups cannot be sharded with fully_shard yet; use "
-                "DistributedDataParallel, or plain bits/dim"
-            )
         self.sharded = self.sharded or Sharded(self)
         self.sharded.adopt(original)

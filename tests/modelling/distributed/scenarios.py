@@ -205,6 +205,94 @@ def fsdp_every_way_to_split_vectors():
         assert_close(model(batch()), reference(batch()), f"{rows} rows of {width}, vectors of {dim}")
 
 
+# Scales, and groups of each kind.  21 rows of 24 are 11 + 10 on 2 ranks, and 6 + 6 + 6 + 3 on 4: tiles of 4 rows,
+# groups of 8 rows and of 25 consecutive weights cross from shard to shard, and tiles of 7 columns are cut off at the
+# edge.  Some groups are as large as all of a weight, so that most ranks have none.
+SCALES_AND_GROUPS = (
+    "0:2 scaled, 2:2/3 scaled, 4:1 scaled e4m3",
+    "0:2 per 8 rows, 2:2/3 per 4 rows, 4:1 per 2 rows",
+    "0:2/3 per 4x7, 2:1 per 3x8, 4:1 per 2x4",
+    "0:2 per 25, 2:1/2 per 24, 4:1/3 per 7",
+    "0:2/3 scaled per 8 rows, 2:1/2 scaled per 4x8 e4m3, 4:1 scaled per row",
+    "0:1/2 scaled per 400, 2:1 per 999, 4:1 per 9 rows",
+)
+
+
+GROUPED = "0:2/3 scaled per 4x7, 2:2 per 25, 4:1 per 2 rows"
+
+
+def fsdp_scales_and_groups():
+    for plan in SCALES_AND_GROUPS:
+        reference, model = pair(plan)
+        train(model, reference)
+        reference.load_state_dict({name: full(tensor) for name, tensor in model.state_dict().items()})
+        model.eval(), reference.eval()
+        for got, wanted in zip(model[::2], reference[::2], strict=True):
+            assert torch.equal(full(got.weight), wanted.weight), plan
+        assert_close(model(batch()), reference(batch()), plan)
+
+
+def fsdp_learned_temperature_and_other_options_of_groups():
+    for options in (
+        dict(tau="learn"),
+        dict(tau="auto", steps=3, eps=1e-2),
+        dict(gradient="implicit"),
+        dict(metric="euclidean", tau=0.1, gradient="last"),
+    ):
+        reference, model = pair(GROUPED, **options)
+        train(model, reference)
+        for got, wanted in zip(clusterings(model), clusterings(reference), strict=True):
+            assert torch.equal(got.iterations, wanted.iterations)  # the most of any group, on whatever rank
+
+
+def fsdp_large_groups_one_by_one():
+    """As for groups that are too large to be clustered together."""
+    from dkm.clustering.kernels import blocked
+
+    fits, blocked.fits_groups = blocked.fits_groups, lambda *_: False
+    try:
+        reference, model = pair("0:2/3 scaled per 4x7, 2:2 per 25", tau="learn")
+        train(model, reference)
+    finally:
+        blocked.fits_groups = fits
+
+
+def fsdp_every_group_on_one_rank():
+    """A rank holds its groups and no more: at most the values of one group come from other ranks."""
+    from dkm.clustering.kernels import blocked
+
+    sizes, forward = [], blocked.forward_groups
+
+    def counted(W, *args):
+        sizes.append(W.numel())
+        return forward(W, *args)
+
+    blocked.forward_groups = counted
+    try:
+        for plan, rows in (("0:2 per 8x6", 64), ("0:2 per 5 rows", 64)):
+            _, model = pair(plan, make=lambda rows=rows: nn.Sequential(nn.Linear(24, rows)).double())
+            sizes.clear()
+            loss(model, mine(batch()))
+            groups = [min(5, 64 - row) for row in range(0, 64, 5) if row * RANKS // 64 == RANK]
+            assert sizes == [24 * (64 // RANKS if "x" in plan else sum(groups))], (plan, sizes)
+    finally:
+        blocked.forward_groups = forward
+
+
+def fsdp_diverged_weights_of_groups():
+    """A vector with NaN shows as NaN on every rank that holds a part of it, and no other weight does."""
+    for plan in ("0:2/5", "0:2/5 scaled per 8 rows", "0:2/5 per 4x7"):
+        reference, model = pair(plan)
+        reference[0].parametrizations.weight.original.data[5, 3] = math.inf
+        if RANK == 0:
+            model[0].parametrizations.weight.original._local_tensor[5, 3] = math.inf
+        model.eval(), reference.eval()
+        got, wanted = full(model[0].weight), reference[0].weight
+        assert wanted.isnan().any()
+        assert torch.equal(got.isnan(), wanted.isnan()), plan
+        assert torch.equal(got.nan_to_num(), wanted.nan_to_num()), plan
+
+
 def fsdp_convolutions():
     def make():
         torch.manual_seed(0)
@@ -292,6 +380,27 @@ def fsdp_every_rank_clusters_its_own_shard():
     assert set(sizes) == {64 * 24 // RANKS}, sizes
 
 
+def fsdp_extreme_scales():
+    """Weights that are divided by a power of two before they are clustered, on top of scales and groups."""
+
+    def make():
+        model = build()
+        with torch.no_grad():
+            model[0].weight *= 2.0**-40
+            model[2].weight *= 2.0**40
+        return model
+
+    reference, model = pair("0:2/5 scaled, 2:2 per 25, 4:2/4", make)
+    assert [c.shift != 0 for c in clusterings(model)] == [True, True, False]
+    loss(model, mine(batch())).backward()
+    loss(reference, batch()).backward()
+    for got, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        size = float(wanted.grad.abs().max())
+        assert_close(got.grad / size, wanted.grad / size)
+    model.eval(), reference.eval()
+    assert torch.equal(full(model[0].weight), reference[0].weight)
+
+
 def fsdp_one_group_for_all():
     reference, model = compressed(), fully_shard(compressed())
     train(model, reference)
@@ -305,8 +414,9 @@ def fsdp_reshard_after_forward():
 
 def fsdp_replicated_shards():
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
-    reference, model = pair(shard=dict(mesh=mesh))
-    train(model, reference)
+    for plan in (PLAN, GROUPED):
+        reference, model = pair(plan, shard=dict(mesh=mesh))
+        train(model, reference)
 
 
 def fsdp_a_weight_read_several_times():
@@ -531,15 +641,16 @@ def fsdp_mixed_precision():
 
 
 def fsdp_bfloat16_model():
-    reference, model = pair(make=lambda: build().bfloat16())
-    loss(model, mine(batch().bfloat16())).backward()
-    loss(reference, batch().bfloat16()).backward()
-    for name in "024":
-        got, wanted = (m.get_submodule(name) for m in (model, reference))
-        assert_close(got.weight, wanted.weight, rtol=1e-2, atol=1e-3)
-        got, wanted = (full(m.parametrizations.weight.original.grad).float() for m in (got, wanted))
-        assert float((got - wanted).norm() / wanted.norm()) < 0.05, name
-    assert [c.C.dtype for c in clusterings(model)] == [torch.float32] * 3
+    for plan in (PLAN, GROUPED):
+        reference, model = pair(plan, make=lambda: build().bfloat16())
+        loss(model, mine(batch().bfloat16())).backward()
+        loss(reference, batch().bfloat16()).backward()
+        for name in "024":
+            got, wanted = (m.get_submodule(name) for m in (model, reference))
+            assert_close(got.weight, wanted.weight, rtol=1e-2, atol=1e-3)
+            got, wanted = (full(m.parametrizations.weight.original.grad).float() for m in (got, wanted))
+            assert float((got - wanted).norm() / wanted.norm()) < 0.05, name
+        assert [c.C.dtype for c in clusterings(model)] == [torch.float32] * 3
 
 
 def fsdp_converted_afterwards():
@@ -562,6 +673,13 @@ def fsdp_checksum_is_that_of_the_whole_weight():
 
 
 def saved_state_resumes_on_other_ranks():
+    for plan in (PLAN, GROUPED):
+        _resumes_on_other_ranks(plan)
+
+
+def _resumes_on_other_ranks(plan: str):
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
     def make_optimizer(model):
         return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -574,10 +692,8 @@ def saved_state_resumes_on_other_ranks():
     def state(model, optimizer):
         return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    options = dict(tau="auto", steps=6)
-    where = FOLDER / "checkpoint"
+    options = dict(plan=plan, tau="auto", steps=6)
+    where = FOLDER / f"checkpoint{plan == PLAN}"
     if RANKS == 4:
         model = sharded(compressed(**options))
         optimizer = make_optimizer(model)
@@ -604,12 +720,13 @@ def saved_state_resumes_exactly_on_as_many_ranks():
             optimizer.step()
             optimizer.zero_grad()
 
-    model = sharded(compressed())
+    plan = "0:2/3 scaled per 4x7, 2:3/5, 4:1 per 2 rows"
+    model = sharded(compressed(plan=plan))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run(model, optimizer, 0, 2)
     dcp.save({"model": model.state_dict()}, checkpoint_id=FOLDER / f"exact{RANKS}")
     run(model, optimizer, 2, 4)
-    twin = sharded(compressed(build(seed=3)))
+    twin = sharded(compressed(build(seed=3), plan))
     loaded = {"model": twin.state_dict()}
     dcp.load(loaded, checkpoint_id=FOLDER / f"exact{RANKS}")
     for assign in (False, True):
@@ -620,7 +737,12 @@ def saved_state_resumes_exactly_on_as_many_ranks():
 
 
 def saved_file_is_that_of_one_process():
-    reference, model = pair()
+    for plan in (PLAN, GROUPED):
+        _file_is_that_of_one_process(plan)
+
+
+def _file_is_that_of_one_process(plan: str):
+    reference, model = pair(plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss(model, mine(batch())).backward()
     optimizer.step()
@@ -657,7 +779,7 @@ def saved_file_of_a_diverged_model():
 
 
 def fsdp_monitor():
-    reference, model = pair(tau="learn")
+    reference, model = pair("0:3/5, 2:2/3 scaled per 4x7", tau="learn")
     file = FOLDER / f"monitor.{RANKS}.jsonl"
     watched = dkm.monitor(model, every=1, jsonl=file)
     watched.record(0)

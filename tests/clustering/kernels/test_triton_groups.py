@@ -283,3 +283,11 @@ def test_in_a_cuda_graph():
     captured.zero_()
     graph.replay()
     assert torch.equal(captured, wanted)
+
+
+@pytest.mark.parametrize(
+    "grouping", [Grouping(3, 10, 5, 4, 3), Grouping(1, 5, 1, 24, 2), Grouping(2, 9, 4, 9, 1)], ids=str
+)
+def test_less_than_one_tile(grouping):
+    """What a shard may be left with; one process would have made the tile smaller."""
+    assert_close_to_float64(draw((grouping.rows, grouping.columns), grouping, 4), grouping)

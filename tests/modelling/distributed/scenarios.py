@@ -387,10 +387,11 @@ def fsdp_extreme_scales():
         model = build()
         with torch.no_grad():
             model[0].weight *= 2.0**-40
+            model[0].bias.zero_()
             model[2].weight *= 2.0**40
         return model
 
-    reference, model = pair("0:2/5 scaled, 2:2 per 25, 4:2/4", make)
+    reference, model = pair("0:2/5 scaled, 2:2 per 25, 4:2/4", make, tau="auto", steps=3)
     assert [c.shift != 0 for c in clusterings(model)] == [True, True, False]
     loss(model, mine(batch())).backward()
     loss(reference, batch()).backward()

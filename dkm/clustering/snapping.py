@@ -37,10 +37,9 @@ def nearest_codes(W: Tensor, C: Tensor, grouping: Grouping) -> Tensor:
     return _counted(assign_groups(V, C), grouping)
 
 
-def nearest_values(W: Tensor, C: Tensor, grouping: Grouping) -> Tensor:
-    """`(weights,)`: every vector of W replaced by its nearest centroid, and by NaN where it has one; as
+def coded_values(codes: Tensor, W: Tensor, C: Tensor, grouping: Grouping) -> Tensor:
+    """`(weights,)`: every vector of W replaced by the centroid of its code, and by NaN where it has one; as
     `nearest_codes`."""
-    codes = nearest_codes(W, C, grouping)
     if C.ndim == 3:
         codes = codes + C.shape[1] * grouping.group_of_codes(codes.device)
     lost = _counted(grouping.split(W.isnan()).any(2), grouping)

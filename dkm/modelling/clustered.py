@@ -26,7 +26,7 @@ from ..clustering.precision import (
     exponent_of,
     stored_dtype,
 )
-from ..clustering.snapping import LARGEST_FLOAT8, nearest_codes, nearest_values, row_scales
+from ..clustering.snapping import LARGEST_FLOAT8, coded_values, nearest_codes, row_scales
 from ..clustering.spec import Spec
 from ..clustering.vectors import to_vectors
 from .checksum import checksum
@@ -286,13 +286,14 @@ class Clustered(nn.Module, ABC):
         indices are those of the vectors that count, group after group.
         """
         weight = whole(weight)
-        C = self._stored_centroids(weight.dtype)
+        C = self.stored(self.C, weight.dtype)
         return C, nearest_codes(self.scaled(weight), C.to(self.C.dtype), self.grouping)
 
-    def _stored_centroids(self, dtype: torch.dtype) -> Tensor:
+    def stored(self, C: Tensor, dtype: torch.dtype) -> Tensor:
+        """Centroids of a weight of this dtype in the precision of the file."""
         if self.spec.float8:  # beyond its range, the conversion gives NaN
-            return self.C.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
-        return self.C.to(stored_dtype(dtype))
+            return C.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
+        return C.to(stored_dtype(dtype))
 
     def stored_scales(self) -> Tensor | None:
         """The scales of the rows as the file holds them, in 16 bits; None where there are none."""
@@ -301,11 +302,11 @@ class Clustered(nn.Module, ABC):
     @torch.no_grad()
     def snapped(self, weight: Tensor) -> Tensor:
         """The weight with every vector replaced by its nearest centroid, and by NaN where the weight is not finite."""
-        weight = whole(weight)
-        values = self.nearest(self.marked(weight), self.grouping, weight.dtype)
+        weight, (C, codes) = whole(weight), self.codes(weight)
+        values = coded_values(codes, self.marked(weight), C.to(self.C.dtype), self.grouping)
         return self.stands_for(values.view(weight.shape), weight.dtype)
 
-    # The three parts of `snapped`, for a shard too: `rows` and `groups` say which ones of the whole weight it has.
+    # The parts of `snapped`, for a shard too: `rows` and `groups` say which ones of the whole weight it has.
 
     def marked(self, weight: Tensor, rows: slice = ALL) -> Tensor:
         """The scaled weight, with NaN where the weight is not finite.
@@ -316,7 +317,8 @@ class Clustered(nn.Module, ABC):
 
     def nearest(self, W: Tensor, grouping: Grouping, dtype: torch.dtype, groups: slice = ALL) -> Tensor:
         """`(weights,)`: each vector of a `marked` weight of this dtype replaced by the nearest stored centroid."""
-        return nearest_values(W, self._stored_centroids(dtype).to(self.C.dtype)[groups], grouping)
+        C = self.stored(self.C, dtype).to(self.C.dtype)[groups]
+        return coded_values(nearest_codes(W, C, grouping), W, C, grouping)
 
     def stands_for(self, values: Tensor, dtype: torch.dtype, rows: slice = ALL) -> Tensor:
         """From values of centroids, shaped like the weight, to the weights that they stand for."""

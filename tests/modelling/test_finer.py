@@ -213,12 +213,16 @@ class TestScale:
 
 class TestMethods:
     @pytest.mark.parametrize("method", METHODS)
-    def test_every_method_takes_scales(self, method):
+    def test_every_method_takes_scales(self, method, tmp_path):
         model = build()
         options = {} if method not in ("dkm", "gumbel") else {"steps": 4}
-        dkm.compress_(model, "0:2 scaled, 2:2 scaled", method=method, **options)
+        dkm.compress_(model, "0:2 scaled, 2:3/2 scaled e4m3", method=method, **options)
         train(model, 2)
         assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+        model.eval()
+        dkm.save(model, tmp_path / "model.dkm")
+        loaded = dkm.load(tmp_path / "model.dkm", build())
+        assert all(torch.equal(loaded[i].weight, model[i].weight) for i in (0, 2))
 
     @pytest.mark.parametrize("method", [name for name in METHODS if name != "dkm"])
     def test_others_have_one_codebook_per_tensor(self, method):

@@ -9,7 +9,6 @@ from torch import Tensor
 from ...clustering.assign import assign
 from ...clustering.cluster import Clustering
 from ...clustering.initialize import lloyd_1d, sorted_values
-from ...clustering.precision import stored_dtype
 from ...clustering.vectors import compute_dtype, from_vectors, to_vectors
 from ..clustered import Clustered, squared_error
 from .registry import register
@@ -63,4 +62,4 @@ class DeepCompression(Clustered):
     @torch.no_grad()
     def codes(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The centroids in the precision of the file, `(k, dim)`, and each vector's frozen cluster, `(n,)` int64."""
-        return self.centroids(self.scaled(weight))[1].to(stored_dtype(weight.dtype)), self.cluster_of.long()
+        return self.stored(self.centroids(self.scaled(weight))[1], weight.dtype), self.cluster_of.long()

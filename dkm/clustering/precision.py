@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 MAX_BITS = 12
+FLOAT8 = torch.float8_e4m3fn  # of centroids of 8 bits
 MAX_EXPONENT = 112  # weights from 2^-112 to 2^112 (2e-34 to 5e33) can be clustered
 LARGEST_EXPONENT = 120  # of the power of two that a weight is divided by
 # A weight whose root mean square is 2^e is clustered as it is for e in this range, and otherwise divided by 2^e first:

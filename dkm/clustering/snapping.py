@@ -6,11 +6,11 @@ from torch import Tensor
 from .assign import assign, assign_groups
 from .groups import Grouping
 from .initialize_groups import init_group_centroids, nearest_of_group
-from .precision import PLAIN_EXPONENTS, exponent_of, stored_dtype
+from .precision import FLOAT8, PLAIN_EXPONENTS, exponent_of, stored_dtype
 from .spec import Spec
 from .vectors import compute_dtype
 
-LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
+LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 
 
 def row_scales(weight: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def kmeans_groups(weight: Tensor, spec: Spec, seed: int = 0) -> Tensor:
         unit = 1.0 if exponent in PLAIN_EXPONENTS else 2.0**exponent
         return (C / unit).to(stored_dtype(weight.dtype)).to(C.dtype) * unit
     unit = 2.0**exponent
-    return (C / unit).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn).to(C.dtype) * unit
+    return (C / unit).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8).to(C.dtype) * unit
 
 
 def snapped_values(weight: Tensor, C: Tensor, spec: Spec, scales: Tensor | None = None) -> Tensor:

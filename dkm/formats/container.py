@@ -24,12 +24,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ..clustering.precision import FLOAT8
 from ..foundation.errors import FileError
 from ..foundation.text import shown
 
 VERSION = 2  # the newest one that is read
 NEWER = {"exponent", "group", "scaled"}  # keys of a clustered tensor that came with version 2
-FLOAT8 = torch.float8_e4m3fn  # of centroids of 8 bits, which came with version 2
 BLANK = "0" * 64
 HEADER_LIMIT = 100_000_000  # bytes: the limit that safetensors itself has
 MOST_DIMENSIONS = 64  # PyTorch and numpy compute with no more

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..clustering.groups import Grouping
 from ..foundation.text import shown, table
-from .codec import CHUNK, unpack_range
+from .codec import CHUNK
+from .described import Codes, Described
 from .dkm_file import read_bytes
-from .rules import Entry, Packed, read
+from .rules import read
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 BARS = 16  # of a histogram
@@ -39,17 +40,17 @@ def describe(path: str | os.PathLike[str], columns: int = 100) -> str:
     """
     data = read_bytes(Path(path))
     contents = read(data, str(path))
-    lines = [
-        _line(name, entry, entry.content)
-        for name, entry in contents.entries.items()
-        if isinstance(entry.content, Packed)
-    ]
-    others = [entry.content for entry in contents.entries.values() if not isinstance(entry.content, Packed)]
+    lines, others = [], []
+    for each in contents.tensors():
+        if isinstance(each.content, Codes):
+            lines.append(_line(each, each.content))
+        else:
+            others.append(each.content.nbytes)
     head = ("tensor", "shape", "b/d", "k", "bytes", "used", "entropy", "codes")
     packed, ideal = sum(line.packed for line in lines), sum(line.ideal for line in lines)
     centroids, scales = sum(line.centroids for line in lines), sum(line.scales for line in lines)
     scaled = f"; scales {scales:,} bytes" if scales else ""
-    kept = sum(len(array.data) for array in others)
+    kept = sum(others)
     dense = sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values())
     ties = f"; {len(contents.ties)} tied names" if contents.ties else ""
     return "\n".join(
@@ -64,14 +65,14 @@ def describe(path: str | os.PathLike[str], columns: int = 100) -> str:
     )
 
 
-def _line(name: str, entry: Entry, content: Packed) -> Line:
-    grouping, k = Grouping.of(entry.shape, content.group, content.dim), 2**content.bits
+def _line(each: Described, content: Codes) -> Line:
+    grouping, k = each.grouping, 2**content.bits
     use = _use(content, grouping)
-    codes, centroids = len(content.codes.data), len(content.centroids.data)
-    scales = 0 if content.scales is None else len(content.scales.data)
+    codes, centroids = content.packed.nbytes, content.centroids.nbytes
+    scales = 0 if content.scales is None else content.scales.nbytes
     cells = (
-        shown(name),
-        "x".join(map(str, entry.shape)) or "()",
+        shown(each.name),
+        "x".join(map(str, each.shape)) or "()",
         content.spec.label,
         f"{k}" if content.group is None else f"{k} x {grouping.count}",
         f"{codes + centroids + scales:,}",
@@ -90,16 +91,16 @@ class Use(NamedTuple):
     by_rank: Tensor  # (k,): vectors by the rank of their centroid in its group, from the smallest first value
 
 
-def _use(content: Packed, grouping: Grouping) -> Use:
+def _use(content: Codes, grouping: Grouping) -> Use:
     """Groups are counted a few at a time, and so are codes."""
     k, ends = 2**content.bits, grouping.codes_per_group().cumsum(0)
-    first = content.centroids.tensor().view(grouping.count, k, -1)[..., 0]
+    first = content.centroids.view(grouping.count, k, -1)[..., 0]
     used, ideal, by_rank, start = 0, 0.0, torch.zeros(k, dtype=torch.int64), 0
     for group in range(0, grouping.count, step := max(1, CHUNK // k)):
         own = ends[group : group + step]
         counts = torch.zeros(len(own) * k, dtype=torch.int64)
         for at in range(start, stop := int(own[-1]), CHUNK):
-            codes = unpack_range(content.codes.data, content.bits, at, min(at + CHUNK, stop))
+            codes = content.codes(at, min(at + CHUNK, stop))
             within = torch.searchsorted(own, torch.arange(at, at + len(codes)), right=True)
             counts += torch.bincount(within * k + codes, minlength=len(counts))
         counts, start = counts.view(-1, k), stop

@@ -1,48 +1,20 @@
-"""A compressed model as plain data: what every file format and every export starts from.
-
-`describe(model)` takes the model apart, tensor by tensor: codes and centroids of what is clustered, values of what is
-not, and the names that share a tensor.  Writers know nothing of modules.
-"""
+"""A compressed model -> its tensors as plain data, one after another: what every writer starts from."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..clustering.decode import all_finite
-from ..clustering.groups import Group
-from ..clustering.precision import check_dtype, rounded, stored_dtype
+from ..clustering.precision import FLOAT8, check_dtype, rounded, stored_dtype
 from ..foundation.errors import FileError
 from ..modelling.clustered import Clustered
 from ..modelling.dtensors import is_first, reshard, whole
 from ..modelling.parameters import Owned, parameters, unwrapped
-from .container import DTYPES, FLOAT8
-
-
-@dataclass(frozen=True)
-class Codes:
-    """A clustered tensor; `decode` of `clustering/decode.py` says which values these stand for."""
-
-    bits: int
-    dim: int
-    exponent: int  # 0 but for tensors of an extreme scale
-    codes: Tensor  # (n,) int64, in [0, 2^bits): of the vectors that count, group after group
-    centroids: Tensor  # (2^bits, dim) or, where there is a group, (groups, 2^bits, dim); 16 bit or E4M3
-    group: Group | None = None  # which weights share a codebook; None: all of the tensor
-    scales: Tensor | None = None  # (shape[0],), 16 bit: what the rows were divided by
-
-
-@dataclass(frozen=True)
-class Described:
-    """One tensor of a model, under the name it has in the plain model's state_dict."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype  # the model's own; a file may hold the values in fewer bits
-    content: Codes | Tensor
-    aliases: tuple[str, ...] = ()  # other names of the same tensor
+from .codec import pack
+from .container import DTYPES
+from .described import Codes, Described
 
 
 @torch.no_grad()
@@ -92,7 +64,7 @@ def _each(walk: list[Owned], buffers: dict[str, Tensor], dtype: torch.dtype, wri
 def _codes(clustered: Clustered, weight: Tensor) -> Codes:
     C, codes = clustered.codes(weight)
     spec = clustered.spec
-    return Codes(spec.bits, spec.dim, clustered.shift, codes, C, spec.group, clustered.stored_scales())
+    return Codes(spec.bits, spec.dim, clustered.shift, pack(codes, spec.bits), C, spec.group, clustered.stored_scales())
 
 
 def _check_finite(name: str, weight: Tensor, clustered: Clustered | None) -> None:

@@ -11,9 +11,8 @@ either in the container's `tensors` or in its `ties`.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..clustering.decode import decode as decode_codes
 from ..foundation.atomic import write_atomically
 from ..foundation.errors import FileError
 from ..foundation.text import shown
@@ -29,10 +27,10 @@ from ..modelling.dtensors import on_first, reshard
 from ..modelling.parameters import Owned, clusterings, parameters, unwrapped
 from ..plans.rows import Plan, Row
 from ..plans.selection import kept_width
-from .codec import pack, unpack_range
 from .container import to_bytes
-from .describe import Codes, Described, describe
-from .rules import Contents, Entry, Packed, read
+from .describe import describe
+from .described import Codes, Described
+from .rules import Contents, read
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float16) -> int:
@@ -138,7 +136,7 @@ def encode_all(tensors: Iterable[Described]) -> bytes:
             entry |= {"bits": own.bits, "dim": own.dim}
             entry |= {"exponent": own.exponent} if own.exponent else {}
             entry |= {"group": [own.group.rows, own.group.columns]} if own.group is not None else {}
-            keep(f"codes/{each.name}", pack(own.codes, own.bits))
+            keep(f"codes/{each.name}", own.packed)
             keep(f"centroids/{each.name}", own.centroids)
             if own.scales is not None:
                 entry["scaled"] = True
@@ -151,6 +149,12 @@ def encode_all(tensors: Iterable[Described]) -> bytes:
 def decode(data: bytes, name: str = "the data") -> dict[str, Tensor]:
     """The dense state dict in the bytes of a file; FileError for all bytes that are not a .dkm file."""
     return _state(read(data, name), name)
+
+
+def read_tensors(path: str | os.PathLike[str]) -> Iterator[Described]:
+    """The tensors of a .dkm file as `describe` gives those of a model.  The whole file is checked first."""
+    source = _as_path(path, "read_tensors(path)")
+    return read(read_bytes(source), str(source)).tensors()
 
 
 def read_bytes(path: Path) -> bytes:
@@ -167,28 +171,11 @@ def _state(contents: Contents, name: str, dtypes: Mapping[str, torch.dtype] | No
     """The values of all tensors, decoded one after another.  `dtypes` are those to cast to, where they differ."""
     dtypes, state = dtypes or {}, {}
     try:
-        for key, entry in contents.entries.items():
-            state[key] = _values(entry).to(dtypes.get(key, entry.dtype))
+        for each in contents.tensors():
+            state[each.name] = each.values().to(dtypes.get(each.name, each.dtype))
     except (MemoryError, RuntimeError) as error:  # PyTorch raises a RuntimeError where memory runs out
         raise FileError(f"the tensors of {name} do not fit into the memory ({error})") from error
     return state | {alias: state[key] for alias, key in contents.ties.items()}
-
-
-def _values(entry: Entry) -> Tensor:
-    """A tensor's values.  Besides them, memory is taken by a piece of the codes only."""
-    if not isinstance(entry.content, Packed):
-        return entry.content.tensor().to(entry.dtype)
-    own = entry.content
-    return decode_codes(
-        partial(unpack_range, own.codes.data, own.bits),
-        own.centroids.tensor(),
-        None if own.scales is None else own.scales.tensor(),
-        own.exponent,
-        own.group,
-        entry.shape,
-        own.dim,
-        entry.dtype,
-    )
 
 
 def _as_path(path: str | os.PathLike[str], call: str) -> Path:

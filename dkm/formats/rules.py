@@ -5,7 +5,7 @@ of centroids: what a file claims is compared with the bytes that it has.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,12 @@ from torch import Tensor
 
 from ..clustering.decode import all_finite
 from ..clustering.groups import Group, Grouping
-from ..clustering.precision import LARGEST_EXPONENT, MAX_BITS
-from ..clustering.spec import Spec
+from ..clustering.precision import FLOAT8, LARGEST_EXPONENT, MAX_BITS
 from ..foundation.errors import FileError
 from ..foundation.text import shown
 from .codec import packed_size, padding_is_zero
 from .container import (
     DTYPES,
-    FLOAT8,
     NEWER,
     Array,
     Container,
@@ -32,6 +30,7 @@ from .container import (
     stored_arrays,
     strict_json,
 )
+from .described import Codes, Described
 
 METADATA = {"format", "version", "tensors", "ties", "checksum"}
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # of a tensor's dtype in the model
@@ -42,7 +41,7 @@ LARGEST_GROUP = 2**60  # rows and columns of a group are less
 
 @dataclass(frozen=True)
 class Packed:
-    """A clustered tensor as it is stored."""
+    """A clustered tensor as it lies in the file."""
 
     bits: int
     dim: int
@@ -52,10 +51,17 @@ class Packed:
     centroids: Array  # 16 bit or E4M3 (2^bits, dim), or (groups, 2^bits, dim) where there is a group
     scales: Array | None  # 16 bit (shape[0],)
 
-    @property
-    def spec(self) -> Spec:
-        """How finely the tensor is clustered."""
-        return Spec(self.bits, self.dim, self.scales is not None, self.group, self.centroids.dtype == FLOAT8)
+    def read(self) -> Codes:
+        """A copy of it, apart from the file."""
+        return Codes(
+            bits=self.bits,
+            dim=self.dim,
+            exponent=self.exponent,
+            packed=self.codes.tensor(),
+            centroids=self.centroids.tensor(),
+            group=self.group,
+            scales=None if self.scales is None else self.scales.tensor(),
+        )
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,16 @@ class Contents:
 
     entries: dict[str, Entry]
     ties: dict[str, str]  # another name of a tensor -> its name in `entries`
+
+    def tensors(self) -> Iterator[Described]:
+        """The tensors, one after another: each is a copy, so memory is bounded by the largest of them."""
+        aliases: dict[str, list[str]] = {}
+        for alias, name in self.ties.items():
+            aliases.setdefault(name, []).append(alias)
+        for name, entry in self.entries.items():
+            stored = entry.content
+            content = stored.read() if isinstance(stored, Packed) else stored.tensor()
+            yield Described(name, entry.shape, entry.dtype, content, tuple(aliases.get(name, ())))
 
 
 def read(data: bytes, name: str) -> Contents:

@@ -21,6 +21,7 @@ from ..clustering.initialize import init_centroids
 from ..clustering.initialize_groups import init_group_centroids
 from ..clustering.options import LoopOptions, StartOptions
 from ..clustering.precision import (
+    FLOAT8,
     PLAIN_EXPONENTS,
     check_weight,
     exponent_of,
@@ -292,7 +293,7 @@ class Clustered(nn.Module, ABC):
     def stored(self, C: Tensor, dtype: torch.dtype) -> Tensor:
         """Centroids of a weight of this dtype in the precision of the file."""
         if self.spec.float8:  # beyond its range, the conversion gives NaN
-            return C.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
+            return C.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8)
         return C.to(stored_dtype(dtype))
 
     def stored_scales(self) -> Tensor | None:

@@ -16,8 +16,9 @@ from torch import nn
 import dkm
 from dkm.clustering.groups import Group
 from dkm.clustering.spec import Spec
+from dkm.formats.codec import pack
 from dkm.formats.contents import describe
-from dkm.formats.describe import Codes, Described
+from dkm.formats.described import Codes, Described
 from dkm.formats.dkm_file import decode, encode, encode_all
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "file-format.md"
@@ -53,7 +54,7 @@ def test_a_value_by_hand():
     """Tiles of 1 x 2 in a matrix of 2 x 3: in the second tile of a row, only the first value is a weight."""
     C = torch.arange(8.0).view(4, 2, 1).half()
     codes = torch.tensor([0, 1, 1, 0, 0, 1])
-    content = Codes(1, 1, 1, codes, C, Group(1, 2), torch.tensor([0.5, 3.0]).half())
+    content = Codes(1, 1, 1, pack(codes, 1), C, Group(1, 2), torch.tensor([0.5, 3.0]).half())
     state = decode(encode_all([Described("w", (2, 3), torch.float32, content)]))
     assert state["w"].tolist() == [[0.0, 1.0, 3.0], [24.0, 24.0, 42.0]]
 
@@ -101,7 +102,7 @@ def test_entropy_and_use_are_those_of_the_groups(tmp_path):
     """Two groups of four: one uses both centroids alike, the other a single one."""
     codes, C = torch.tensor([0, 1, 0, 1, 1, 1, 1, 1]), torch.tensor([[[0.0], [1.0]], [[3.0], [2.0]]]).half()
     path = tmp_path / "model.dkm"
-    path.write_bytes(encode_all([Described("w", (2, 4), torch.float32, Codes(1, 1, 0, codes, C, Group(1)))]))
+    path.write_bytes(encode_all([Described("w", (2, 4), torch.float32, Codes(1, 1, 0, pack(codes, 1), C, Group(1)))]))
     *_, used, entropy, bars = describe(path).splitlines()[1].split()
     assert (used, entropy) == ("3/4", "0.50")
     assert bars == "█▃"  # of the ranks: 2 + 4 of the smaller centroids, 2 of the larger ones
@@ -115,7 +116,7 @@ def compressed() -> tuple[nn.Module, Described]:
     known = tensor("0.weight", (5, 6), spec)
     clustered = model[0].parametrizations.weight[0]
     clustered.spec, clustered.stored_scales = spec, lambda: known.content.scales
-    clustered.codes = lambda weight: (known.content.centroids, known.content.codes)
+    clustered.codes = lambda weight: (known.content.centroids, known.content.codes(0, known.grouping.codes))
     return model, known
 
 
@@ -130,7 +131,7 @@ def test_size_counts_and_shows_them():
     size = dkm.size(model)
     groups, k, dim = known.content.centroids.shape
     assert size["0.weight"].label == "2/2 scaled per 2x4 e4m3"
-    assert size["0.weight"].stored_bits == len(known.content.codes) * 2 + groups * k * dim * 8 + 5 * 16
+    assert size["0.weight"].stored_bits == known.grouping.codes * 2 + groups * k * dim * 8 + 5 * 16
     assert size.file_bytes == len(encode(model))
     assert "2/2 scaled per 2x4 e4m3" in size.table(120)
 

@@ -12,7 +12,8 @@ import dkm
 from dkm.clustering.groups import Group
 from dkm.clustering.precision import stored_dtype
 from dkm.clustering.spec import Spec
-from dkm.formats.describe import Codes, Described
+from dkm.formats.codec import pack
+from dkm.formats.described import Codes, Described
 
 BLANK = "0" * 64
 STORED = {torch.uint8: "U8", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.bool: "BOOL"}
@@ -88,7 +89,7 @@ def tensor(
         bits=spec.bits,
         dim=spec.dim,
         exponent=exponent,
-        codes=codes,
+        packed=pack(codes, spec.bits),
         centroids=centroids if spec.group is not None else centroids[0],
         group=spec.group,
         scales=scales.to(stored_dtype(dtype)) if spec.scaled else None,

@@ -52,6 +52,14 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
+def stored_centroids(C: Tensor, dtype: torch.dtype, float8: bool = False) -> Tensor:
+    """Centroids of a weight of this dtype in the precision of the file."""
+    if float8:  # beyond its range, the conversion gives NaN
+        largest = torch.finfo(FLOAT8).max
+        return C.clamp(-largest, largest).to(FLOAT8)
+    return C.to(stored_dtype(dtype))
+
+
 def check_dtype(dtype: torch.dtype) -> None:
     """Raise TypeError unless parameters can be rounded to this dtype."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

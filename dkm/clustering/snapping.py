@@ -6,11 +6,9 @@ from torch import Tensor
 from .assign import assign, assign_groups
 from .groups import Grouping
 from .initialize_groups import init_group_centroids, nearest_of_group
-from .precision import FLOAT8, PLAIN_EXPONENTS, exponent_of, stored_dtype
+from .precision import PLAIN_EXPONENTS, exponent_of, stored_centroids
 from .spec import Spec
 from .vectors import compute_dtype
-
-LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
 
 
 def row_scales(weight: Tensor) -> Tensor:
@@ -61,11 +59,8 @@ def kmeans_groups(weight: Tensor, spec: Spec, seed: int = 0) -> Tensor:
     X = _divided(weight, row_scales(weight) if spec.scaled else None)
     C = init_group_centroids(X, 2**spec.bits, spec.grouping(weight.shape), seed=seed)
     exponent = exponent_of(X)
-    if not spec.float8:
-        unit = 1.0 if exponent in PLAIN_EXPONENTS else 2.0**exponent
-        return (C / unit).to(stored_dtype(weight.dtype)).to(C.dtype) * unit
-    unit = 2.0**exponent
-    return (C / unit).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8).to(C.dtype) * unit
+    unit = 1.0 if exponent in PLAIN_EXPONENTS and not spec.float8 else 2.0**exponent
+    return stored_centroids(C / unit, weight.dtype, spec.float8).to(C.dtype) * unit
 
 
 def snapped_values(weight: Tensor, C: Tensor, spec: Spec, scales: Tensor | None = None) -> Tensor:

@@ -21,13 +21,12 @@ from ..clustering.initialize import init_centroids
 from ..clustering.initialize_groups import init_group_centroids
 from ..clustering.options import LoopOptions, StartOptions
 from ..clustering.precision import (
-    FLOAT8,
     PLAIN_EXPONENTS,
     check_weight,
     exponent_of,
-    stored_dtype,
+    stored_centroids,
 )
-from ..clustering.snapping import LARGEST_FLOAT8, coded_values, nearest_codes, row_scales
+from ..clustering.snapping import coded_values, nearest_codes, row_scales
 from ..clustering.spec import Spec
 from ..clustering.vectors import to_vectors
 from .checksum import checksum
@@ -292,9 +291,7 @@ class Clustered(nn.Module, ABC):
 
     def stored(self, C: Tensor, dtype: torch.dtype) -> Tensor:
         """Centroids of a weight of this dtype in the precision of the file."""
-        if self.spec.float8:  # beyond its range, the conversion gives NaN
-            return C.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8)
-        return C.to(stored_dtype(dtype))
+        return stored_centroids(C, dtype, self.spec.float8)
 
     def stored_scales(self) -> Tensor | None:
         """The scales of the rows as the file holds them, in 16 bits; None where there are none."""

@@ -8,11 +8,14 @@ import torch
 
 import benchmarks
 
-from . import accuracy, cuda, groups, init, memory, speed
+from . import accuracy, cuda, groups, init, memory, network, speed
 from .measure import DEVICES, environment
 
-SECTIONS = dict(speed=speed, init=init, memory=memory, accuracy=accuracy, groups=groups, gpu=cuda)
-OF_DEVICE = dict(cpu=["speed", "groups", "init", "memory", "accuracy"], cuda=["accuracy", "groups", "gpu"])
+SECTIONS = dict(speed=speed, init=init, memory=memory, accuracy=accuracy, groups=groups, network=network, gpu=cuda)
+OF_DEVICE = dict(
+    cpu=["speed", "network", "groups", "init", "memory", "accuracy"],
+    cuda=["accuracy", "network", "groups", "gpu"],
+)
 
 
 def main() -> None:

@@ -6,6 +6,9 @@ from torch import Tensor
 from .kernels.blocked import BLOCK
 from .vectors import compute_dtype
 
+CACHED = 1 << 16  # numbers that a CPU's cache holds, next to what else is in it
+FEW_EDGES = 31  # so many comparisons of a value are faster than a bisection
+
 
 def assign(W: Tensor, C: Tensor) -> Tensor:
     """`(n, d), (k, d) -> (n,)` int64: the index of each vector's nearest centroid.  Of equally near ones it is always
@@ -22,11 +25,25 @@ def assign(W: Tensor, C: Tensor) -> Tensor:
         edges = (levels[1:] + levels[:-1]) / 2
         # Of equal centroids the first one is taken.  Clamped, because the position of NaN is past the end.
         first = torch.searchsorted(levels, levels).clamp(max=len(levels) - 1)
-        return order[first[torch.bucketize(W[:, 0].to(C.dtype).contiguous(), edges)]]
+        return order[first].index_select(0, _positions(W[:, 0].to(C.dtype).contiguous(), edges))
     with torch.autocast(W.device.type, enabled=False):
         offsets = -C.square().sum(1) / 2
-        rows = max(1, BLOCK // len(C))
+        rows = max(1, (CACHED if W.device.type == "cpu" else BLOCK) // len(C))
         return torch.cat([torch.addmm(offsets, block.to(C.dtype), C.t()).argmax(1) for block in W.split(rows)])
+
+
+def _positions(values: Tensor, edges: Tensor) -> Tensor:
+    """`(n,)`, `(k - 1,)` ascending -> `(n,)` int64: how many edges are below each value; all of them for NaN."""
+    if values.device.type != "cpu" or len(edges) > FEW_EDGES or torch.compiler.is_compiling():
+        return torch.bucketize(values, edges)
+    # a comparison of many values with one edge takes a fraction of a bisection, in pieces that stay in the cache
+    positions = torch.empty(len(values), dtype=torch.int64)
+    for piece, into in zip(values.split(CACHED), positions.split(CACHED), strict=True):
+        count = torch.zeros(len(piece), dtype=torch.uint8)
+        for edge in edges.tolist():  # exact: a float of Python holds every float32
+            count += (piece <= edge).logical_not_()
+        into.copy_(count)
+    return positions
 
 
 def assign_groups(V: Tensor, C: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """What a weight would become if it were snapped to k-means of its own: what a file would hold without training."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,8 +42,19 @@ def coded_values(codes: Tensor, W: Tensor, C: Tensor, grouping: Grouping) -> Ten
     `nearest_codes`."""
     if C.ndim == 3:
         codes = codes + C.shape[1] * grouping.group_of_codes(codes.device)
-    lost = _counted(grouping.split(W.isnan()).any(2), grouping)
-    return grouping.place(torch.where(lost[:, None], torch.nan, C.reshape(-1, grouping.dim)[codes]))
+    values = C.reshape(-1, grouping.dim).index_select(0, codes)
+    if not surely_finite(W):
+        lost = _counted(grouping.split(W.isnan()).any(2), grouping)
+        values = torch.where(lost[:, None], torch.nan, values)
+    return grouping.place(values)
+
+
+def surely_finite(W: Tensor) -> bool:
+    """Whether W certainly holds neither NaN nor infinities.  False where to find out would have to wait for a device,
+    and where the values are so large that their sum is not finite."""
+    if W.device.type != "cpu" or torch.compiler.is_compiling() or not W.is_floating_point():
+        return False
+    return math.isfinite(W.sum())
 
 
 def _counted(X: Tensor, grouping: Grouping) -> Tensor:

@@ -7,6 +7,7 @@ centroids advance, what evaluation computes, and what the file holds.  A method 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,12 +27,13 @@ from ..clustering.precision import (
     exponent_of,
     stored_centroids,
 )
-from ..clustering.snapping import coded_values, nearest_codes, row_scales
+from ..clustering.snapping import coded_values, nearest_codes, row_scales, surely_finite
 from ..clustering.spec import Spec
 from ..clustering.vectors import to_vectors
 from .checksum import checksum
 from .clock import Clock, in_backward
 from .dtensors import is_sharded, whole
+from .snapped import Memory, StraightThrough, guarded
 
 ALL = slice(None)
 TYPICAL_EXPONENT = -5  # of the weights that eps = 1e-4 is meant for: their root mean square is about 0.03
@@ -132,6 +134,7 @@ class Clustered(nn.Module, ABC):
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=weight.device))
         self.register_buffer("unit", unit)
         self.clock = Clock()  # of its own, unless it becomes a part of a model
+        self.memory = Memory()
         self.iterations = torch.zeros_like(self.step)  # no buffer: nothing to save, nothing to send to other ranks
 
     # --- the scale of the weight
@@ -230,15 +233,15 @@ class Clustered(nn.Module, ABC):
     def forward(self, weight: Tensor) -> Tensor:
         """What the module computes with: W~ in training, the snapped weight otherwise."""
         if not (self.training and weight.requires_grad):
-            snapped = self.snapped(weight)
             if weight.requires_grad and torch.is_grad_enabled():
-                return _StraightThrough.apply(weight, snapped)
-            return _guarded(snapped)
+                return StraightThrough.apply(weight, self.snapped(weight))
+            return guarded(self.memory.recall(self.snapped, weight, chain(self.parameters(), self.buffers())))
         if getattr(self, "_is_replica", False):
             raise RuntimeError(
                 "nn.DataParallel trains copies of the model that it throws away after every forward pass, and the "
                 "centroids with them: use DistributedDataParallel, a process for each device"
             )
+        self.memory.forget()
         return self.soft(weight)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
@@ -311,7 +314,8 @@ class Clustered(nn.Module, ABC):
 
         A diverged weight must show: it has a nearest centroid, but that is not what it is.
         """
-        return torch.where(weight.isfinite(), self.scaled(weight, rows), torch.nan)
+        scaled = self.scaled(weight, rows)
+        return scaled if surely_finite(weight) else torch.where(weight.isfinite(), scaled, torch.nan)
 
     def nearest(self, W: Tensor, grouping: Grouping, dtype: torch.dtype, groups: slice = ALL) -> Tensor:
         """`(weights,)`: each vector of a `marked` weight of this dtype replaced by the nearest stored centroid."""
@@ -372,51 +376,6 @@ class Chain(ParametrizationList):
             clustered = self[0]
             assert isinstance(clustered, Clustered)
             clustered.shard(original)
-
-
-class Snapped(Tensor):
-    """A snapped weight as a module reads it: an ordinary tensor, but for assignments to `.data`.
-
-    It is made anew at every read, so a value assigned to it would be lost: peft's `merge_and_unload` tries that.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        """The values."""
-        return self.detach().as_subclass(Tensor)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        raise RuntimeError(
-            "this weight is clustered: it is computed at every read, and assigning to its .data would change nothing; "
-            "call dkm.snap_(model) first, or assign to the module's attribute itself (module.weight = value)"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.as_subclass(Tensor).__deepcopy__(memo)
-
-
-def _guarded(snapped: Tensor) -> Tensor:
-    return snapped if torch.compiler.is_compiling() else snapped.as_subclass(Snapped)
-
-
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(weight: Tensor, snapped: Tensor) -> Tensor:
-        return snapped.view_as(snapped)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None]:
-        return G, None
 
 
 def _outside_of_transforms(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_tables_come_out(tmp_path):
     # one process: most of the time is spent importing
-    sections = ["--only", "accuracy", "--only", "memory", "--only", "groups"]
+    sections = ["--only", "accuracy", "--only", "memory", "--only", "groups", "--only", "network"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--quick", *sections, "--json", tmp_path / "numbers.json"],
         cwd=ROOT,
@@ -23,9 +23,14 @@ def test_tables_come_out(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    _, accuracy, memory, groups = done.stdout.split("###")
+    _, accuracy, memory, groups, network = done.stdout.split("###")
     numbers = json.loads((tmp_path / "numbers.json").read_text())
-    for text, section in ((accuracy, "accuracy"), (memory, "memory"), (groups, "groups")):
+    for text, section in (
+        (accuracy, "accuracy"),
+        (memory, "memory"),
+        (groups, "groups"),
+        (network, "network"),
+    ):
         table = [line for line in text.splitlines() if line.startswith("|")]
         assert len(table) == 2 + len(numbers[section]) > 2  # a header, a rule
         assert len({line.count("|") for line in table}) == 1

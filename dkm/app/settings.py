@@ -20,6 +20,7 @@ from typing import Any
 
 from ..clustering import temperature
 from ..clustering.options import DKMOptions
+from ..formats.entropy import CODINGS, check_coding
 from ..modelling.methods import METHODS, named
 from .errors import Problem, as_problems
 from .own_code import load_function
@@ -59,6 +60,12 @@ class Settings:
         None, "choose bits and dim within 1.0MB or 40kB, for what the plan leaves open", _MODEL
     )
     out: str | None = _setting(None, "the folder of the run; must not exist yet, or be empty", _MODEL)
+    coding: str = _setting(
+        "packed",
+        "how the file holds codes; entropy takes less space, and longer to load",
+        _MODEL,
+        choices=CODINGS,
+    )
 
     epochs: int = _setting(10, "of training", _TRAINING, least=0)
     batch_size: int | None = _setting(None, "in each process; without: 64 images or 32 texts", _TRAINING, least=1)
@@ -187,11 +194,13 @@ def _check_training(settings: Settings) -> None:
 
 
 def _check_clustering(settings: Settings) -> None:
-    """Raise Problem unless the method exists and takes these options: before any data is opened."""
+    """Raise Problem unless the method exists and takes these options, and codes can be coded: before any data is
+    opened."""
     if settings.method not in METHODS and settings.model is not None:
         load_function(settings.model)  # the user's own file may register a method
     with as_problems():
         named(settings.method, clustering_options(settings, steps=1))
+        check_coding(settings.coding)
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -3,8 +3,8 @@
 A safetensors file whose metadata holds
 
     format      "dkm"
-    version     "1", or "2" where a tensor needs what came with it; a reader refuses any other
-    tensors     JSON: NAME -> {"shape", "dtype"} and, where clustered, {"bits", "dim"} and perhaps those of NEWER
+    version     "1", or "2" or "3" where a tensor needs what came with it; a reader refuses any other
+    tensors     JSON: NAME -> {"shape", "dtype"} and, where clustered, {"bits", "dim"} and perhaps those of KEYS
     ties        JSON: NAME -> the NAME it shares its values with
     checksum    SHA-256, in hexadecimal, of the whole file with these 64 characters as zeros
 
@@ -28,8 +28,11 @@ from ..clustering.precision import FLOAT8
 from ..foundation.errors import FileError
 from ..foundation.text import shown
 
-VERSION = 2  # the newest one that is read
-NEWER = {"exponent", "group", "scaled"}  # keys of a clustered tensor that came with version 2
+KEYS: dict[str, set[str]] = {  # of a clustered tensor besides shape, dtype, bits and dim, in each version that is read
+    "1": set(),
+    "2": {"exponent", "group", "scaled"},
+    "3": {"exponent", "group", "scaled", "coding"},
+}
 BLANK = "0" * 64
 HEADER_LIMIT = 100_000_000  # bytes: the limit that safetensors itself has
 MOST_DIMENSIONS = 64  # PyTorch and numpy compute with no more
@@ -85,14 +88,12 @@ class Container:
 
 def to_bytes(entries: dict[str, dict[str, Any]], ties: dict[str, str], arrays: dict[str, Tensor]) -> bytes:
     """The bytes of a container with the metadata `tensors` and `ties`.  Equal contents give equal bytes."""
-    # the oldest version that can say it, for older readers
-    newer = any(
-        entry.keys() & NEWER or ("bits" in entry and arrays[f"centroids/{name}"].dtype == FLOAT8)
-        for name, entry in entries.items()
-    )
+    float8 = any("bits" in entry and arrays[f"centroids/{name}"].dtype == FLOAT8 for name, entry in entries.items())
+    keys = {key for entry in entries.values() for key in entry} - {"shape", "dtype", "bits", "dim"}
     metadata = {
         "format": "dkm",
-        "version": "2" if newer else "1",
+        # the oldest version that can say it, for older readers
+        "version": next(version for version in KEYS if keys <= KEYS[version] and (version != "1" or not float8)),
         "tensors": json.dumps(entries, sort_keys=True),
         "ties": json.dumps(ties, sort_keys=True),
         "checksum": BLANK,
@@ -117,9 +118,9 @@ def from_bytes(data: bytes, name: str) -> Container:
         version, checksum = metadata.get("version"), metadata.get("checksum")
         if not isinstance(version, str) or not re.fullmatch("[1-9][0-9]*", version):
             raise ValueError("its version is not a number")
-        if version not in ("1", "2"):
+        if version not in KEYS:
             raise FileError(
-                f"{name} has format version {shown(version)}, this dkm reads up to {VERSION}: upgrade torch-dkm"
+                f"{name} has format version {shown(version)}, this dkm reads up to {max(KEYS)}: upgrade torch-dkm"
             )
         if not isinstance(checksum, str) or not re.fullmatch("[0-9a-f]{64}", checksum):
             raise ValueError("it has no checksum")

@@ -1,6 +1,5 @@
 """What a .dkm file holds, as text: `dkm inspect`."""
 
-import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -8,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..clustering.groups import Grouping
 from ..foundation.text import shown, table
-from .codec import CHUNK
 from .described import Codes, Described
 from .dkm_file import read_bytes
-from .rules import read
+from .entropy import CodeBytes, code_bytes, totals
+from .rules import Packed, read
+from .usage import usage
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 BARS = 16  # of a histogram
@@ -23,15 +22,16 @@ class Line(NamedTuple):
     """A clustered tensor's cells of the table, and what it adds to the totals."""
 
     cells: tuple[str, ...]
-    packed: int  # bytes of its codes
+    stored: int  # bytes of its codes, in the file
+    codes: CodeBytes
     centroids: int  # bytes
     scales: int  # bytes
-    ideal: float  # bytes of its codes at their entropy
 
 
 def describe(path: str | os.PathLike[str], columns: int = 100) -> str:
-    """A row for each tensor: bits, centroids, bytes, how many centroids are used, the entropy of the codes, their
-    histogram.  In a narrow terminal, k and the shape are left out.
+    """A row for each tensor: bits, centroids, bytes in the file, what its codes take packed, entropy-coded and at their
+    entropy, how many centroids are used, the entropy in bits per code, the histogram of the codes.  In a narrow
+    terminal, some of these are left out.
 
     Where the tensor has groups, k is the number of centroids times that of groups, and the entropy is that of codes
     whose group is known.  The histogram orders the centroids of a group from the smallest (by its first value) to the
@@ -43,11 +43,14 @@ def describe(path: str | os.PathLike[str], columns: int = 100) -> str:
     lines, others = [], []
     for each in contents.tensors():
         if isinstance(each.content, Codes):
-            lines.append(_line(each, each.content))
+            stored = contents.entries[each.name].content
+            assert isinstance(stored, Packed)
+            lines.append(_line(each, each.content, stored))
         else:
             others.append(each.content.nbytes)
-    head = ("tensor", "shape", "b/d", "k", "bytes", "used", "entropy", "codes")
-    packed, ideal = sum(line.packed for line in lines), sum(line.ideal for line in lines)
+    head = ("tensor", "shape", "b/d", "k", "bytes", *CodeBytes._fields, "used", "entropy", "codes")
+    spare = ("bound", "packed", "k", "shape", "coded")
+    codes = sum(line.stored for line in lines)
     centroids, scales = sum(line.centroids for line in lines), sum(line.scales for line in lines)
     scaled = f"; scales {scales:,} bytes" if scales else ""
     kept = sum(others)
@@ -55,65 +58,33 @@ def describe(path: str | os.PathLike[str], columns: int = 100) -> str:
     ties = f"; {len(contents.ties)} tied names" if contents.ties else ""
     return "\n".join(
         [
-            table([head, *(line.cells for line in lines)], "<<>>>>><", columns, spare=("k", "shape")),
+            table([head, *(line.cells for line in lines)], "<<>>>>>>>><", columns, spare=spare),
             "",
-            f"{len(lines)} clustered tensors; codes {packed:,} bytes, {ideal:,.0f} at their entropy; "
-            f"centroids {centroids:,} bytes{scaled}",
+            f"{len(lines)} clustered tensors; codes {codes:,} bytes, centroids {centroids:,} bytes{scaled}",
+            f"codes: {totals(line.codes for line in lines)}",
             f"{len(others)} other tensors, {kept:,} bytes{ties}",
             f"{len(data):,} bytes in all, {dense / len(data):.1f} times smaller than the {dense:,} bytes of the model",
         ]
     )
 
 
-def _line(each: Described, content: Codes) -> Line:
-    grouping, k = each.grouping, 2**content.bits
-    use = _use(content, grouping)
-    codes, centroids = content.packed.nbytes, content.centroids.nbytes
-    scales = 0 if content.scales is None else content.scales.nbytes
+def _line(each: Described, content: Codes, stored: Packed) -> Line:
+    groups, k, use, codes = each.grouping.count, 2**content.bits, usage(each), len(stored.codes.data)
+    taken = code_bytes(each, use)
+    taken = taken._replace(coded=codes) if stored.coded else taken
+    centroids, scales = content.centroids.nbytes, 0 if content.scales is None else content.scales.nbytes
     cells = (
         shown(each.name),
         "x".join(map(str, each.shape)) or "()",
         content.spec.label,
-        f"{k}" if content.group is None else f"{k} x {grouping.count}",
+        f"{k}" if content.group is None else f"{k} x {groups}",
         f"{codes + centroids + scales:,}",
-        f"{use.used}/{k * grouping.count}",
-        f"{use.ideal / grouping.codes:.2f}",
-        _histogram(use.by_rank),
+        *(f"{number:,}" for number in taken),
+        f"{use.used}/{k * groups}",
+        f"{use.bound / each.grouping.codes:.2f}",
+        _histogram(use.by_value),
     )
-    return Line(cells, codes, centroids, scales, use.ideal / 8)
-
-
-class Use(NamedTuple):
-    """How a tensor's codes use its centroids."""
-
-    used: int  # centroids that have a vector
-    ideal: float  # bits of the codes at their entropy, where the group of each is known
-    by_rank: Tensor  # (k,): vectors by the rank of their centroid in its group, from the smallest first value
-
-
-def _use(content: Codes, grouping: Grouping) -> Use:
-    """Groups are counted a few at a time, and so are codes."""
-    k, ends = 2**content.bits, grouping.codes_per_group().cumsum(0)
-    first = content.centroids.view(grouping.count, k, -1)[..., 0]
-    used, ideal, by_rank, start = 0, 0.0, torch.zeros(k, dtype=torch.int64), 0
-    for group in range(0, grouping.count, step := max(1, CHUNK // k)):
-        own = ends[group : group + step]
-        counts = torch.zeros(len(own) * k, dtype=torch.int64)
-        for at in range(start, stop := int(own[-1]), CHUNK):
-            codes = content.codes(at, min(at + CHUNK, stop))
-            within = torch.searchsorted(own, torch.arange(at, at + len(codes)), right=True)
-            counts += torch.bincount(within * k + codes, minlength=len(counts))
-        counts, start = counts.view(-1, k), stop
-        used += int((counts > 0).sum())
-        ideal += _ideal_bits(counts.double())
-        by_rank += counts.gather(1, first[group : group + step].float().argsort(1)).sum(0)
-    return Use(used, ideal, by_rank)
-
-
-def _ideal_bits(counts: Tensor) -> float:
-    """`(groups, k)`: what codes with these counts take at the entropy of their groups."""
-    bits = torch.special.xlogy(counts, counts.sum(1, keepdim=True)) - torch.special.xlogy(counts, counts)
-    return float(bits.sum() / math.log(2))
+    return Line(cells, codes, taken, centroids, scales)
 
 
 def _histogram(counts: Tensor) -> str:

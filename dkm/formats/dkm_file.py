@@ -1,6 +1,6 @@
 """The .dkm file: a safetensors container, and nothing that has to be executed to be read.
 
-    codes/NAME       uint8 (bytes,)          a clustered tensor's indices, packed (see codec.py)
+    codes/NAME       uint8 (bytes,)          a clustered tensor's indices, packed (see codec.py) or entropy-coded
     centroids/NAME   (k, dim)                its centroids, 16 or 8 bit; (groups, k, dim) where there are groups
     scales/NAME      16 bit (shape[0],)      the scales of its rows, where it has any
     dense/NAME       any                     a parameter or buffer that is not clustered
@@ -12,7 +12,7 @@ either in the container's `tensors` or in its `ties`.
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,25 @@ from ..foundation.errors import FileError
 from ..foundation.text import shown
 from ..modelling.dtensors import on_first, reshard
 from ..modelling.parameters import Owned, clusterings, parameters, unwrapped
-from ..plans.rows import Plan, Row
+from ..plans.rows import Column, Plan, Row
 from ..plans.selection import kept_width
-from .container import to_bytes
+from . import entropy
+from .container import from_bytes, stored_arrays, to_bytes
 from .describe import describe
 from .described import Codes, Described
+from .entropy import CodeBytes, code_bytes, totals
 from .rules import Contents, read
+from .usage import usage
 
 
-def save(model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float16) -> int:
+def save(
+    model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float16, coding: str = "packed"
+) -> int:
     """Write a compressed model; returns the number of bytes written.
 
     Centroids take 16 bit, or 8 where the plan says so.  Parameters that are not clustered take `dtype`; buffers keep
-    theirs.  The file appears whole or not at all.
+    theirs.  With `coding="entropy"`, codes take about as many bits as their entropy, where that is less; this needs
+    constriction, and so does reading the file.  The file appears whole or not at all.
 
     For a model that `fully_shard` has split, all ranks call this, and the first one writes.  One tensor at a time
     is gathered.
@@ -45,9 +51,10 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype =
     target = _as_path(path, "dkm.save(model, path)")
     if not target.name:
         raise FileError(f"cannot write {target}: it names a folder; add a file name")
+    entropy.check_coding(coding)
     mesh = reshard(model)
-    data = encode(model, dtype)
-    return on_first(mesh, lambda: _write(target, data))
+    data = encode(model, dtype, coding)
+    return on_first(mesh, lambda: [_write(target, data)], 1)[0]
 
 
 def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Module | dict[str, Tensor]:
@@ -79,20 +86,43 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Modu
 
 @dataclass(frozen=True)
 class Size(Plan):
-    """A compressed model's size: the plan's rows and figures, and the file's own bytes."""
+    """A compressed model's size: the plan's rows and figures, the file's own bytes, and what its codes take."""
 
     file_bytes: int = 0
+    codes: Mapping[str, CodeBytes] = field(
+        default_factory=dict, hash=False
+    )  # of each clustered tensor, by its name in `rows`
 
     def summary(self) -> str:
-        """The size in three lines."""
-        return f"{super().summary()}\nthe file takes {self.file_bytes:,} bytes ({self.file_bytes / 2**20:.2f} MB)"
+        """The size in four lines."""
+        return (
+            f"{super().summary()}\ncodes: {totals(self.codes.values())}\n"
+            f"the file takes {self.file_bytes:,} bytes ({self.file_bytes / 2**20:.2f} MB)"
+        )
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Those of a plan and, before the reason, what the codes take."""
+        *others, why = super().columns
+
+        def column(title: str) -> Column:
+            def cell(row: Row) -> str:
+                return f"{getattr(self.codes[row.name], title):,}" if row.name in self.codes else ""
+
+            return Column(title, ">", cell, spare=title != "coded")
+
+        return (*others, *map(column, CodeBytes._fields), why)
 
 
-def size(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> Size:
+def size(model: nn.Module, *, dtype: torch.dtype = torch.float16, coding: str = "packed") -> Size:
     """What a compressed model takes: `.megabytes` as the paper counts, `.file_bytes` as `save` would write.
+
+    `.codes[name]` says what the codes of a tensor take, in bytes: `packed`, entropy-`coded`, and `bound`, their
+    entropy.  Without `coding="entropy"`, `coded` is computed from counts; it may be off by a few bytes.
 
     For a model that `fully_shard` has split, all ranks call this.
     """
+    entropy.check_coding(coding)
     mesh = reshard(model)
     rows, walk = [], parameters(model)
     for owned in walk:
@@ -109,16 +139,32 @@ def size(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> Size:
                 width=kept_width(tensor),
             )
         )
-    data = encode(model, dtype, walk)
-    return Size(tuple(rows), on_first(mesh, lambda: len(data)))
+    codes: dict[str, CodeBytes] = {}
+
+    def counted(tensors: Iterable[Described]) -> Iterator[Described]:
+        for each in tensors:
+            if isinstance(each.content, Codes):
+                codes[each.name] = code_bytes(each, usage(each))
+            yield each
+
+    data = encode_all(counted(describe(model, dtype, walk)), coding)
+    if coding == "entropy" and data:
+        arrays = stored_arrays(from_bytes(data, "the file"))
+        codes = {name: own._replace(coded=len(arrays[f"codes/{name}"].data)) for name, own in codes.items()}
+    names = [row.name for row in rows if row.spec is not None]
+    numbers = on_first(
+        mesh, lambda: [len(data), *(number for name in names for number in codes[name])], 1 + 3 * len(names)
+    )
+    own = {name: CodeBytes(*numbers[1 + 3 * i : 4 + 3 * i]) for i, name in enumerate(names)}
+    return Size(tuple(rows), file_bytes=numbers[0], codes=own)
 
 
-def encode(model: nn.Module, dtype: torch.dtype = torch.float16, walk: list[Owned] | None = None) -> bytes:
+def encode(model: nn.Module, dtype: torch.dtype = torch.float16, coding: str = "packed") -> bytes:
     """The bytes of the file; see `describe`.  For a sharded model, all ranks call this and the first one gets them."""
-    return encode_all(describe(model, dtype, walk))
+    return encode_all(describe(model, dtype), coding)
 
 
-def encode_all(tensors: Iterable[Described]) -> bytes:
+def encode_all(tensors: Iterable[Described], coding: str = "packed") -> bytes:
     """The bytes of a file with these tensors; none where there are no tensors."""
     entries: dict[str, dict[str, Any]] = {}
     ties: dict[str, str] = {}
@@ -133,11 +179,12 @@ def encode_all(tensors: Iterable[Described]) -> bytes:
         ties |= dict.fromkeys(each.aliases, each.name)
         if isinstance(each.content, Codes):
             own = each.content
-            entry |= {"bits": own.bits, "dim": own.dim}
+            coded = entropy.encode(each) if coding == "entropy" else None
+            entry |= {"bits": own.bits, "dim": own.dim} | ({"coding": "ans"} if coded is not None else {})
             entry |= {"exponent": own.exponent} if own.exponent else {}
             entry |= {"group": [own.group.rows, own.group.columns]} if own.group is not None else {}
-            keep(f"codes/{each.name}", own.packed)
-            keep(f"centroids/{each.name}", own.centroids)
+            keep(f"codes/{each.name}", own.packed if coded is None else coded.data)
+            keep(f"centroids/{each.name}", own.centroids if coded is None else coded.centroids)
             if own.scales is not None:
                 entry["scaled"] = True
                 keep(f"scales/{each.name}", own.scales)

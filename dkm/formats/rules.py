@@ -1,7 +1,8 @@
 """What a .dkm file must be: the one check for `load`, `inspect` and everything else that reads a file.
 
-`docs/file-format.md` lists these rules.  Nothing is decoded here, and nothing is allocated beyond copies of one table
-of centroids: what a file claims is compared with the bytes that it has.
+`docs/file-format.md` lists these rules.  `read` decodes nothing, and allocates nothing beyond copies of one table of
+centroids: what a file claims is compared with the bytes that it has.  Whether entropy-coded codes are right shows when
+`Contents.tensors` decodes them.
 """
 
 import math
@@ -20,7 +21,7 @@ from ..foundation.text import shown
 from .codec import packed_size, padding_is_zero
 from .container import (
     DTYPES,
-    NEWER,
+    KEYS,
     Array,
     Container,
     Contradiction,
@@ -31,6 +32,7 @@ from .container import (
     strict_json,
 )
 from .described import Codes, Described
+from .entropy import LARGEST_GAIN, decode
 
 METADATA = {"format", "version", "tensors", "ties", "checksum"}
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # of a tensor's dtype in the model
@@ -47,17 +49,19 @@ class Packed:
     dim: int
     exponent: int
     group: Group | None
-    codes: Array  # uint8 (bytes,): see codec.py
+    coded: bool  # whether the codes are entropy-coded
+    codes: Array  # uint8 (bytes,): see codec.py or, where they are coded, entropy.py
     centroids: Array  # 16 bit or E4M3 (2^bits, dim), or (groups, 2^bits, dim) where there is a group
     scales: Array | None  # 16 bit (shape[0],)
 
-    def read(self) -> Codes:
-        """A copy of it, apart from the file."""
+    def read(self, shape: tuple[int, ...]) -> Codes:
+        """A copy of it, apart from the file; ValueError for entropy-coded codes that nothing is coded as."""
+        n = Grouping.of(shape, self.group, self.dim).codes
         return Codes(
             bits=self.bits,
             dim=self.dim,
             exponent=self.exponent,
-            packed=self.codes.tensor(),
+            packed=decode(self.codes.data, self.bits, n) if self.coded else self.codes.tensor(),
             centroids=self.centroids.tensor(),
             group=self.group,
             scales=None if self.scales is None else self.scales.tensor(),
@@ -80,35 +84,52 @@ class Entry:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds: everything in it obeys the rules."""
+    """What a file holds: everything in it obeys the rules, but for entropy-coded codes, which `tensors` checks."""
 
+    file: str  # its name, for messages
     entries: dict[str, Entry]
     ties: dict[str, str]  # another name of a tensor -> its name in `entries`
 
     def tensors(self) -> Iterator[Described]:
-        """The tensors, one after another: each is a copy, so memory is bounded by the largest of them."""
+        """The tensors, one after another: each is a copy, so memory is bounded by the largest of them.
+
+        FileError where a tensor's codes are entropy-coded and wrong.
+        """
         aliases: dict[str, list[str]] = {}
         for alias, name in self.ties.items():
             aliases.setdefault(name, []).append(alias)
         for name, entry in self.entries.items():
             stored = entry.content
-            content = stored.read() if isinstance(stored, Packed) else stored.tensor()
+            try:
+                content = stored.read(entry.shape) if isinstance(stored, Packed) else stored.tensor()
+            except FileError:
+                raise
+            except ValueError as error:
+                raise _contradicts(self.file, f"the codes of {shown(name)} {error}") from None
+            except (MemoryError, RuntimeError) as error:
+                raise _too_large(self.file, error) from error
             yield Described(name, entry.shape, entry.dtype, content, tuple(aliases.get(name, ())))
 
 
 def read(data: bytes, name: str) -> Contents:
     """The contents of a file's bytes; FileError, with what is wrong, for all bytes that are not a .dkm file."""
     try:
-        return _checked(from_bytes(data, name))
+        return _checked(from_bytes(data, name), name)
     except Contradiction as error:
-        raise FileError(
-            f"{name} is intact but contradicts itself ({error}): the program that wrote it is at fault"
-        ) from None
+        raise _contradicts(name, str(error)) from None
     except (MemoryError, RuntimeError) as error:  # PyTorch raises a RuntimeError where memory runs out
-        raise FileError(f"{name} does not fit into the memory ({error})") from error
+        raise _too_large(name, error) from error
 
 
-def _checked(container: Container) -> Contents:
+def _contradicts(file: str, reason: str) -> FileError:
+    return FileError(f"{file} is intact but contradicts itself ({reason}): the program that wrote it is at fault")
+
+
+def _too_large(file: str, error: Exception) -> FileError:
+    return FileError(f"{file} does not fit into the memory ({error})")
+
+
+def _checked(container: Container, file: str) -> Contents:
     if container.metadata.keys() != METADATA:
         raise Contradiction(f"the metadata are not {', '.join(sorted(METADATA))}")
     arrays = stored_arrays(container)
@@ -117,7 +138,7 @@ def _checked(container: Container) -> Contents:
     entries = {name: _entry(name, entry, arrays, version) for name, entry in tensors.items()}
     _check_no_others(arrays, entries)
     _check_ties(ties, entries)
-    return Contents(entries, ties)
+    return Contents(file, entries, ties)
 
 
 def _object(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -133,8 +154,8 @@ def _object(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _entry(name: str, entry: Any, arrays: Mapping[str, Array], version: str) -> Entry:
     keys = entry.keys() if isinstance(entry, dict) else set()
-    if "bits" in keys and version != "1":
-        keys = keys - NEWER
+    if "bits" in keys:
+        keys = keys - KEYS[version]
     if keys not in ({"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}):
         raise Contradiction(f"the entry of {shown(name)} is not shape and dtype, or shape, dtype, bits and dim")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in NAMES:
@@ -163,11 +184,14 @@ def _packed(name: str, entry: Mapping[str, Any], arrays: Mapping[str, Array]) ->
         )
     if "scaled" in entry and entry["scaled"] is not True:
         raise Contradiction(f"{shown(name)} has a key scaled that is not true")
+    if entry.get("coding", "ans") != "ans":
+        raise Contradiction(f"the coding of {shown(name)} is not ans")
     return Packed(
         bits=bits,
         dim=dim,
         exponent=exponent,
         group=_group(name, entry["group"]) if "group" in entry else None,
+        coded="coding" in entry,
         codes=_array("codes", name, arrays),
         centroids=_array("centroids", name, arrays),
         scales=_array("scales", name, arrays) if "scaled" in entry else None,
@@ -184,7 +208,7 @@ def _group(name: str, value: Any) -> Group:
 
 
 def _check_packed(name: str, entry: Entry, packed: Packed) -> None:
-    bits, dim, codes, centroids = packed.bits, packed.dim, packed.codes, packed.centroids
+    bits, dim, centroids = packed.bits, packed.dim, packed.centroids
     if entry.dtype not in CLUSTERED:
         raise Contradiction(f"{shown(name)} is {entry.dtype}, which cannot be clustered")
     if entry.numel == 0:
@@ -197,18 +221,31 @@ def _check_packed(name: str, entry: Entry, packed: Packed) -> None:
         raise Contradiction(
             f"{shown(name)} has {groups}{bits} bits and dim {dim}, and centroids of shape {centroids.shape}"
         )
-    vectors = grouping.codes
-    if codes.dtype != torch.uint8 or codes.shape != (packed_size(vectors, bits),):
-        raise Contradiction(
-            f"the {vectors} codes of {shown(name)} take {packed_size(vectors, bits)} bytes at {bits} bits, "
-            f"and the file has {codes.dtype} of shape {codes.shape}"
-        )
-    if not padding_is_zero(codes.data, bits, vectors):
-        raise Contradiction(f"the unused bits after the codes of {shown(name)} are not zero")
+    _check_codes(name, packed, grouping.codes)
     scales = None if packed.scales is None else _checked_scales(name, entry.shape, packed.scales)
     if not all_finite(centroids.tensor(), scales, packed.exponent, entry.dtype):
         times = "" if scales is None else ", times the largest scale,"
         raise Contradiction(f"the centroids of {shown(name)}{times} are not finite")
+
+
+def _check_codes(name: str, packed: Packed, n: int) -> None:
+    bits, codes, size = packed.bits, packed.codes, packed_size(n, packed.bits)
+    if packed.coded:
+        if codes.dtype != torch.uint8 or len(codes.shape) != 1:
+            raise Contradiction(f"the codes of {shown(name)} are {codes.dtype} of shape {codes.shape}, and not bytes")
+        if size > LARGEST_GAIN * len(codes.data):
+            raise Contradiction(
+                f"the {n} codes of {shown(name)} take {size} bytes at {bits} bits, which is more than {LARGEST_GAIN} "
+                f"times the {len(codes.data)} bytes that they take in the file"
+            )
+        return
+    if codes.dtype != torch.uint8 or codes.shape != (size,):
+        raise Contradiction(
+            f"the {n} codes of {shown(name)} take {size} bytes at {bits} bits, "
+            f"and the file has {codes.dtype} of shape {codes.shape}"
+        )
+    if not padding_is_zero(codes.data, bits, n):
+        raise Contradiction(f"the unused bits after the codes of {shown(name)} are not zero")
 
 
 def _checked_scales(name: str, shape: tuple[int, ...], array: Array) -> Tensor:

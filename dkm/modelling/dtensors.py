@@ -1,7 +1,7 @@
 """Tensors that FSDP2 has split over processes (DTensors), seen from outside: gathering them, and who writes."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,21 +36,21 @@ def is_first(mesh: Any | None) -> bool:
     return mesh is None or not any(mesh.get_coordinate())
 
 
-def on_first(mesh: Any | None, action: Callable[[], int]) -> int:
-    """Run `action` on the first rank only, and return its result, which must not be negative, on all ranks.
+def on_first(mesh: Any | None, action: Callable[[], Sequence[int]], count: int) -> Sequence[int]:
+    """Run `action` on the first rank only, and return its results on all ranks: so many integers of at least 0.
 
     Where it raises, all ranks do.
     """
     if mesh is None:
         return action()
-    result = torch.full((), -1, dtype=torch.int64, device=mesh.device_type)
+    result = torch.full((count,), -1, dtype=torch.int64, device=mesh.device_type)
     try:
         if is_first(mesh):
-            result.fill_(action())
+            result.copy_(torch.tensor(action()))
     finally:
         for dim in range(mesh.ndim):
             group = mesh.get_group(dim)
             torch.distributed.broadcast(result, torch.distributed.get_global_rank(group, 0), group)
-    if int(result) < 0:
+    if int(result.min()) < 0:
         raise RuntimeError("the first rank failed: its error says why")
-    return int(result)
+    return result.tolist()

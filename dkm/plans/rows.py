@@ -127,6 +127,11 @@ class Plan:
             f"{self.megabytes:.2f} MB as the paper counts, {self.ratio:.1f}x smaller than float32"
         )
 
+    @property
+    def columns(self) -> "tuple[Column, ...]":
+        """Of the table."""
+        return COLUMNS
+
     def __str__(self) -> str:
         return self.table(shutil.get_terminal_size((100, 24)).columns) + "\n" + self.summary()
 
@@ -136,9 +141,11 @@ class Plan:
         Where names and reasons would have too little room, columns that follow from the others are left out.
         """
         shown = self.rows if rows is None else rows
-        lines = [[column.title for column in COLUMNS], *([column.cell(row) for column in COLUMNS] for row in shown)]
-        align = "".join(column.align for column in COLUMNS)
-        return text_table(lines, align, columns, shrink_last=True, spare=("params", "k"))
+        own = self.columns
+        lines = [[column.title for column in own], *([column.cell(row) for column in own] for row in shown)]
+        align = "".join(column.align for column in own)
+        spare = [column.title for column in own if column.spare]
+        return text_table(lines, align, columns, shrink_last=True, spare=spare)
 
 
 class Column(NamedTuple):
@@ -147,14 +154,15 @@ class Column(NamedTuple):
     title: str
     align: str  # "<" or ">"
     cell: Callable[[Row], str]
+    spare: bool = False  # left out where there is too little room
 
 
 COLUMNS = (
     Column("tensor", "<", lambda row: row.name),
     Column("shape", "<", lambda row: "x".join(map(str, row.shape)) or "()"),
-    Column("params", ">", lambda row: f"{row.parameters:,}"),
+    Column("params", ">", lambda row: f"{row.parameters:,}", spare=True),
     Column("b/d", ">", lambda row: row.label),
-    Column("k", ">", lambda row: row.centroids),
+    Column("k", ">", lambda row: row.centroids, spare=True),
     Column("bytes", ">", lambda row: f"{row.stored_bytes:,}"),
     Column("why", "<", lambda row: row.why + (f", also {', '.join(row.aliases)}" if row.aliases else "")),
 )

@@ -156,7 +156,7 @@ class _Run:
         accelerator, file = self.stage.accelerator, self.folder.model
         if self.is_main_process:
             with as_problems():  # FileError: the training diverged, or the disk is full
-                save(self.model, file)
+                save(self.model, file, coding=self.settings.coding)
         accelerator.wait_for_everyone()
         fresh = self.stage.build_model().model
         load(file, into=fresh)

@@ -11,12 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import ans
 import numpy as np
 import pytest
 import safetensors.torch
 import strict_reader
 import torch
-from dkm_files import BLANK, empty_like, grouped
+from dkm_files import BLANK, coded, empty_like, grouped
 from file_parts import File, Pairs, Raw, sealed, taken_apart
 from memory_limit import limited_memory
 from samples import SAMPLES
@@ -24,6 +25,7 @@ from torch import nn
 
 import dkm
 from dkm.formats.contents import describe
+from dkm.formats.described import Described
 from dkm.formats.dkm_file import decode, encode, encode_all
 
 CASES = int(os.environ.get("DKM_FUZZ", "300"))
@@ -48,21 +50,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
     "wide": (SAMPLES["layers"], torch.float32),
     "narrow": (narrow, torch.float8_e5m2),
 }
-NAMES = [*MODELS, "groups"]
+TENSORS: dict[str, Callable[[], list[Described]]] = {"groups": grouped, "coded": coded}  # the models that are lists
+NAMES = [*MODELS, *TENSORS]
 
 
 @cache
 def good(name: str) -> bytes:
     torch.manual_seed(0)
-    if name == "groups":
-        return encode_all(grouped())
+    if name in TENSORS:
+        return encode_all(TENSORS[name](), coding="entropy" if name == "coded" else "packed")
     make, dtype = MODELS[name]
     return encode(make(), dtype)
 
 
 @cache
 def plain(name: str) -> nn.Module:
-    return empty_like(grouped()) if name == "groups" else dkm.snap_(MODELS[name][0]())
+    return empty_like(TENSORS[name]()) if name in TENSORS else dkm.snap_(MODELS[name][0]())
 
 
 # --- alterations ---------------------------------------------------------------------------------
@@ -70,7 +73,24 @@ def plain(name: str) -> nn.Module:
 ODD_VALUES = [
     *(0, -1, 1, 2, 3, 4, 5, 12, 13, 16, 17, 64, 2**31, 2**62, 2**63, 2**64, 10**30, 1.0, 2.5, True, False, None),
     *(Raw("1e999"), Raw("NaN"), Raw("-0"), Raw("1" * 5000), Raw("[" * 3000 + "]" * 3000)),
-    *("", "2", "١", "float32", "float16", "bfloat16", "float64", "int64", "F16", "BF16", "U8", "I64", "\x1b[31m"),
+    *(
+        "",
+        "2",
+        "3",
+        "ans",
+        "ANS",
+        "١",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float64",
+        "int64",
+        "F16",
+        "BF16",
+        "U8",
+        "I64",
+        "\x1b[31m",
+    ),
     *([2, None], [None, 5], [None, None], [3, 2], [0, 1], [2**60, 1], [1, 2**60 - 1], [2.0, 1]),
     *([], [0], [1], [1, 1], [2**40, 2**40], [0, 2**62, 2**62], [1] * 65, [-1, 3], [[1]]),
     *(Pairs(), Pairs([("a", 1)]), Pairs([("shape", [1]), ("dtype", "float32")])),
@@ -116,7 +136,7 @@ def drop_a_key(file: File, rng: random.Random) -> None:
 def add_a_key(file: File, rng: random.Random) -> None:
     chosen = some_object(file, rng)
     if chosen is not file.arrays:
-        new = ["extra", "bits", "dim", "shape", "group", "scaled", "exponent", "", "checksum", "\ud800"]
+        new = ["extra", "bits", "dim", "shape", "group", "scaled", "exponent", "coding", "", "checksum", "\ud800"]
         key = rng.choice([*new, *(key for key, _ in chosen)])
         chosen.insert(rng.randrange(len(chosen) + 1), (key, rng.choice(ODD_VALUES)))
 
@@ -213,22 +233,26 @@ def reshape(file: File, rng: random.Random) -> None:
 def cluster_anew(file: File, rng: random.Random) -> None:
     """A clustered tensor gets other bits, dim, group, codes, centroids and scales, and one of the numbers may be wrong.
 
-    In version 1, it gets neither a group nor scales.
+    In version 1, it gets neither a group nor scales, and its codes are entropy-coded in version 3 only.
     """
     name, entry = rng.choice([(name, entry) for name, entry in file.tensors if "bits" in dict(entry)])
     bits, dim, off = rng.randint(1, 6 if rng.random() < 0.8 else 12), rng.randint(1, 6), [0] * 6
     if rng.random() < 0.5:
         off[rng.randrange(6)] = rng.choice([-1, 1])
-    shape, newer = dict(entry)["shape"], dict(file.meta)["version"] == "2"
+    shape, version = dict(entry)["shape"], dict(file.meta)["version"]
+    newer, codable = version in ("2", "3"), version == "3" and rng.random() < 0.7
     if math.prod(shape) > 10_000:  # by an earlier alteration
         return
     sizes = [rng.randint(1, 9), rng.randint(1, 12)]
     group = rng.choice([None, [sizes[0], None], sizes, [None, sizes[1]]]) if newer else None
     R, K, r, c = strict_reader.tiling(shape, group, group is not None)
     vectors, groups = sum(1 for _ in strict_reader.counting(R, K, r, c, dim)), -(-R // r) * -(-K // c)
-    codes = bytearray(rng.randbytes(max(0, -(-vectors * bits // 8) + off[0])))
-    if rng.random() < 0.9 and vectors * bits % 8:
-        codes[-1] &= (1 << vectors * bits % 8) - 1
+    if codable:
+        codes = some_coded(max(0, vectors + off[0]), 2**bits, rng)
+    else:
+        codes = bytearray(rng.randbytes(max(0, -(-vectors * bits // 8) + off[0])))
+        if rng.random() < 0.9 and vectors * bits % 8:
+            codes[-1] &= (1 << vectors * bits % 8) - 1
     k, dtype = 2**bits + off[1], rng.choice(["F16", "BF16", "F8_E4M3"][: 3 if newer else 2])
     lead = [] if group is None else [groups + off[4]]
     arrays = {
@@ -240,9 +264,44 @@ def cluster_anew(file: File, rng: random.Random) -> None:
         arrays["scales"] = (dtype, [rows], some_floats(rows, dtype, rng, positive=rng.random() < 0.9))
     changes = {"bits": bits + off[2], "dim": dim + off[3]}
     changes |= ({"group": group} if group is not None else {}) | ({"scaled": True} if "scales" in arrays else {})
-    kept = [(key, value) for key, value in entry if key not in ("bits", "dim", "group", "scaled")]
+    changes |= {"coding": "ans"} if codable else {}
+    kept = [(key, value) for key, value in entry if key not in ("bits", "dim", "group", "scaled", "coding")]
     entry[:] = [*kept, *changes.items()]
     replace_arrays(file, name, arrays)
+
+
+def some_coded(n: int, k: int, rng: random.Random) -> bytearray:
+    """n codes, entropy-coded; sometimes the table, the words or the codes are not what they should be."""
+    drawn = [int(k * rng.random() ** rng.choice([1, 3, 9])) for _ in range(n)]
+    order = sorted(range(k), key=drawn.count, reverse=True)
+    codes, harm = [order.index(code) for code in drawn], rng.choice([*["no"] * 5, "count", "codes", "words", "bytes"])
+    counts = [codes.count(code) for code in range(k)]
+    words = bytearray(ans.words(codes if harm != "codes" else [*codes[1:], rng.choice(codes)], counts) if n else b"")
+    if harm == "count":
+        counts[rng.randrange(k)] += 1
+        counts[rng.randrange(k)] -= 1
+        counts = sorted((max(0, count) for count in counts), reverse=True)
+    table = ans.table(counts)
+    if harm == "words":
+        at = 4 * rng.randrange(len(words) // 4 + 1)
+        words[at : at + rng.choice([0, 4])] = rng.choice([bytes(4), rng.randbytes(4), b"", rng.randbytes(1)])
+    data = table + words
+    if harm == "bytes" and data:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return data
+
+
+def code_anew(file: File, rng: random.Random) -> None:
+    """The codes of an entropy-coded tensor become others, which may be harmed."""
+    name, entry = rng.choice([(name, dict(entry)) for name, entry in file.tensors if "coding" in dict(entry)])
+    shape, group, dim = entry["shape"], entry.get("group"), entry["dim"]
+    if math.prod(shape) > 10_000:  # by an earlier alteration
+        return
+    n = sum(1 for _ in strict_reader.counting(*strict_reader.tiling(shape, group, "group" in entry), dim))
+    i = [key for key, _ in file.arrays].index(f"codes/{name}")
+    file.data[i] = bytes(some_coded(n, 2 ** entry["bits"], rng))
+    set_key(file.arrays[i][1], "shape", [len(file.data[i])])
+    file.lay_out()
 
 
 def some_floats(count: int, dtype: str, rng: random.Random, positive: bool = False) -> bytes:
@@ -269,13 +328,13 @@ def replace_arrays(file: File, name: str, arrays: dict[str, tuple[str, list[int]
 
 ALTERATIONS = [
     *(change_a_value, drop_a_key, add_a_key, repeat_a_key, rename, tie),
-    *(change_bytes, change_length, reorder, change_dtype, reshape, cluster_anew, cluster_anew),
+    *(change_bytes, change_length, reorder, change_dtype, reshape, cluster_anew, cluster_anew, code_anew, code_anew),
 ]
 
 
 def altered(rng: random.Random) -> tuple[str, bytes]:
     """A model's name, and a file that was one of that model."""
-    name = rng.choice([*NAMES, "groups", "groups", "groups"])
+    name = rng.choice([*NAMES, *["groups", "coded"] * 3])
     file = taken_apart(good(name))
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         try:

@@ -1,7 +1,8 @@
-"""What readers refuse in entries with groups, scales and centroids of 8 bits."""
+"""What readers refuse in entries with groups, scales, centroids of 8 bits and entropy-coded codes."""
 
 import re
 
+import ans
 import pytest
 import strict_reader
 import torch
@@ -38,6 +39,14 @@ def eight(centroids: Tensor = CENTROIDS) -> Tensor:
     return centroids.to(torch.float8_e4m3fn)
 
 
+def coded(data: bytes, changes: dict | None = None, **options: object) -> bytes:
+    """The same with entropy-coded codes, of version 3."""
+    codes = torch.tensor(list(data), dtype=torch.uint8)
+    return file({"coding": "ans"} | (changes or {}), **{"version": "3", "codes": codes} | options)
+
+
+RANKS = [0, 0, 0, 0, 0, 1, 0, 1, 0]  # of the nine vectors
+ANS = ans.encoded(RANKS, 2)
 ONE = CENTROIDS.reshape(8, 2)[:2]  # for a tensor without a group, whose 15 weights make 8 vectors
 PLAIN = {"centroids": ONE, "codes": CODES[:1]}
 VALID = {
@@ -47,6 +56,11 @@ VALID = {
     "scales alone": file(without="group", **PLAIN),
     "scales in bfloat16": file(scales=SCALES.bfloat16()),
     "groups alone": file(without="scaled", scales=None),
+    "entropy-coded": coded(ANS),
+    "entropy-coded without scales": coded(ANS, without="scaled", scales=None),
+    "entropy-coded without a group": coded(ans.encoded(RANKS[:8], 2), without="group", centroids=ONE),
+    "one centroid has all codes": coded(ans.encoded([0] * 9, 2)),
+    "packed in version 3": file(version="3"),
     "an exponent as well": file({"exponent": 3}),
     "larger than the tensor": file(
         {"group": [2**60 - 1, 4]}, centroids=CENTROIDS[:2], codes=torch.tensor([0, 0]).byte()
@@ -88,6 +102,32 @@ REFUSED = {
         built({"w": {"shape": [3], "dtype": "float32", "scaled": True}}, {"dense/w": torch.zeros(3)}, version="2"),
         "the entry of w is not",
     ),
+    **{
+        f"coding {coding!r}": (coded(ANS, {"coding": coding}), "the coding of w is not ans")
+        for coding in ("packed", "ANS", "", 1, None, True, ["ans"])
+    },
+    "entropy-coded in version 2": (coded(ANS, version="2"), "the entry of w is not"),
+    "entropy-coded in version 1": (
+        coded(ANS[:-1], version="1", without="group", scales=None, centroids=ONE),
+        "the entry of w is not",
+    ),
+    "entropy-coded and not clustered": (
+        built({"w": {"shape": [3], "dtype": "float32", "coding": "ans"}}, {"dense/w": torch.zeros(3)}, version="3"),
+        "the entry of w is not",
+    ),
+    "packed codes that say otherwise": (coded(bytes(CODES.tolist())), "the codes of w "),
+    "entropy-coded codes that do not say so": (coded(ANS, without="coding"), "the 9 codes of w take 2 bytes"),
+    "entropy-coded codes that are nothing": (coded(b""), "9 codes .* more than 64 times the 0 bytes"),
+    "entropy-coded codes that are zeros": (coded(bytes(8)), "the codes of w have a table that breaks off"),
+    "entropy-coded codes of another shape": (
+        coded(ANS, codes=torch.tensor(list(ANS)).byte()[None]),
+        "the codes of w are torch.uint8 of shape .*, and not bytes",
+    ),
+    "entropy-coded codes of another dtype": (coded(ANS, codes=torch.zeros(9)), "the codes of w are torch.float32"),
+    "a code of an edge too few": (coded(ans.encoded(RANKS[:8], 2)), "the codes of w are 9, and the counts .* to 8"),
+    "a code too many": (coded(ans.encoded([*RANKS, 0], 2)), "the codes of w are 9, and the counts .* to 10"),
+    "words that end too early": (coded(ANS[:-4]), "the codes of w contradict the counts"),
+    "words that do not end": (coded(ANS + b"\1\0\0\0"), "the codes of w contradict the counts"),
     "fewer groups": (file(centroids=CENTROIDS[:3]), SHAPE),
     "more groups": (file(centroids=CENTROIDS.repeat(2, 1, 1)), SHAPE),
     "centroids of no group": (file(centroids=CENTROIDS[0]), SHAPE),

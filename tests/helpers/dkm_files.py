@@ -3,6 +3,7 @@
 import hashlib
 import json
 import struct
+from dataclasses import replace
 
 import torch
 from samples import grid
@@ -110,6 +111,31 @@ def grouped() -> list[Described]:
         tensor("scaled", (6, 4), Spec(2, 1, scaled=True), dtype=torch.float16, exponent=-3),
         tensor("eight", (6, 4), Spec(2, 3, float8=True)),
         tensor("number", (), Spec(1, 2, scaled=True, group=Group(3))),
+        Described("kept", (3,), torch.float32, grid(3)),
+    ]
+
+
+def skewed(name: str, shape: tuple[int, ...], spec: Spec, **options: object) -> Described:
+    """The same with codes of which a few are frequent: those take less when they are entropy-coded."""
+    each = tensor(name, shape, spec, **options)
+    n, k = each.grouping.codes, 2**spec.bits
+    codes = ((torch.arange(n) * 7919 % 10007) ** 3 * k // 10007**3 * 5 + 3) % k
+    return replace(each, content=replace(each.content, packed=pack(codes, spec.bits)))
+
+
+def coded() -> list[Described]:
+    """Tensors whose codes take less when they are entropy-coded, and some whose codes do not."""
+    constant = tensor("constant", (20, 32), Spec(2))
+    constant = replace(constant, content=replace(constant.content, packed=pack(torch.full((640,), 2), 2)))
+    bit, small = Spec(1, 3, group=Group(None, 700)), {"dtype": torch.bfloat16, "exponent": -20}
+    return [
+        skewed("plain", (30, 41), Spec(3), dtype=torch.float16),
+        skewed("tiles", (31, 50), Spec(4, 2, scaled=True, group=Group(8, 20), float8=True)),
+        skewed("runs", (2, 75, 50), bit, **small),
+        skewed("fine", (23, 29), Spec(7, scaled=True), dtype=torch.float64),
+        constant,
+        skewed("few", (5, 7), Spec(3)),
+        tensor("even", (24, 32), Spec(2)),
         Described("kept", (3,), torch.float32, grid(3)),
     ]
 

@@ -4,8 +4,10 @@ import hashlib
 import json
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -100,7 +102,9 @@ def read(data: bytes) -> dict[str, Tensor]:
     need(isinstance(tensors, dict) and isinstance(ties, dict))
     for entry in tensors.values():
         need(isinstance(entry, dict))
-        newer = {"exponent", "group", "scaled"} if meta["version"] == "2" and "bits" in entry else set()
+        newer = {"1": set(), "2": {"exponent", "group", "scaled"}}
+        newer["3"] = newer["2"] | {"coding"}
+        newer = newer[meta["version"]] if "bits" in entry else set()
         need(set(entry) - newer in ({"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}))
     kinds = ("F16", "BF16") if meta["version"] == "1" else ("F16", "BF16", "F8_E4M3")
     for name, entry in tensors.items():
@@ -124,7 +128,7 @@ def opened(data: bytes) -> tuple[dict[str, Any], bytes]:
     except UnicodeDecodeError:
         raise Refused from None
     meta = header.get("__metadata__")
-    need(isinstance(meta, dict) and meta.get("format") == "dkm" and meta.get("version") in ("1", "2"))
+    need(isinstance(meta, dict) and meta.get("format") == "dkm" and meta.get("version") in ("1", "2", "3"))
     checksum = meta.get("checksum")
     need(isinstance(checksum, str) and re.fullmatch("[0-9a-f]{64}", checksum))
     quoted = f'"checksum":"{checksum}"'.encode()
@@ -202,15 +206,21 @@ def clustered(name: str, entry: dict[str, Any], arrays: dict[str, tuple[str, lis
     with np.errstate(invalid="ignore"):  # some kinds of NaN
         centroids = values_of(kind, data).reshape(groups, 2**bits, dim).astype(wide)
     kind, shape, data = arrays.pop(f"codes/{name}")
-    need(kind == "U8" and 8 * len(data) // bits * dim >= N)  # or there are more vectors than codes
+    need(entry.get("coding", "ans") == "ans" and kind == "U8" and len(shape) == 1)
+    most = 64 if "coding" in entry else 1
+    need(8 * most * len(data) // bits * dim >= N)  # or there are more vectors than codes
     vectors = list(counting(R, K, r, c, dim))
     n = len(vectors)
-    need(shape == [-(-n * bits // 8)])
-    number = int.from_bytes(data, "little")
-    need(number < 1 << n * bits)
+    if "coding" in entry:
+        need(-(-n * bits // 8) <= 64 * len(data))
+        codes = decoded(data, 2**bits, n)
+    else:
+        need(shape == [-(-n * bits // 8)])
+        number = int.from_bytes(data, "little")
+        need(number < 1 << n * bits)
+        codes = [number >> (i * bits) & (2**bits - 1) for i in range(n)]
     matrix = np.empty((R, K), wide)
-    for i, (group, places) in enumerate(vectors):
-        code = number >> (i * bits) & (2**bits - 1)
+    for code, (group, places) in zip(codes, vectors, strict=True):
         for j, row, column in places:
             matrix[row, column] = centroids[group, code, j]
     scales = scales_of(name, entry, arrays).astype(wide)
@@ -219,6 +229,44 @@ def clustered(name: str, entry: dict[str, Any], arrays: dict[str, tuple[str, lis
         largest = abs(centroids).max(keepdims=True) * scales.max() * power
         need(np.isfinite(centroids).all() and np.isfinite(cast(largest, entry["dtype"])).all())
         return cast(matrix.reshape(len(scales), -1) * scales[:, None] * power, entry["dtype"]).reshape(-1)
+
+
+def decoded(data: bytes, k: int, n: int) -> list[int]:
+    """n codes from entropy-coded bytes."""
+    counts, at = counts_of(data, k)
+    used = [count for count in counts if count]
+    need(sum(counts) == n and (len(data) - at) % 4 == 0)
+    frequencies = [1 + count * (2**24 - len(used)) // n for count in used]
+    frequencies[0] += 2**24 - sum(frequencies)
+    ends = list(accumulate(frequencies))
+    words = [int.from_bytes(data[i : i + 4], "little") for i in range(at, len(data), 4)]
+    need(not words or words[-1] != 0)
+    state, codes = 0, []
+    for _ in range(n):
+        while state < 2**32 and words:
+            state = (state << 32) + words.pop()
+        below = state % 2**24
+        code = bisect_right(ends, below)
+        codes.append(code)
+        state = state // 2**24 * frequencies[code] + below - (ends[code] - frequencies[code])
+    need(state == 0 and not words and [codes.count(code) for code in range(len(used))] == used)
+    return codes
+
+
+def counts_of(data: bytes, k: int) -> tuple[list[int], int]:
+    """The table at the beginning of entropy-coded bytes, and the length of it."""
+    number, length, counts, at = int.from_bytes(data[: 16 * k], "little"), 8 * len(data), [0], 0
+    for _ in range(k):
+        zeros = 0
+        while not number >> (at + zeros) & 1:
+            zeros += 1
+            need(zeros <= 60 and at + zeros < length)
+        lower = number >> (at + zeros + 1) & ((1 << zeros) - 1)
+        at += 2 * zeros + 1
+        need(at <= length)
+        counts.append(counts[-1] + (1 << zeros) + lower - 1)
+    need(number >> at & ((1 << -at % 8) - 1) == 0)
+    return counts[:0:-1], -(-at // 8)
 
 
 def scales_of(name: str, entry: dict[str, Any], arrays: dict[str, tuple[str, list[int], bytes]]) -> np.ndarray:

@@ -8,12 +8,21 @@ import torch
 
 import benchmarks
 
-from . import accuracy, cuda, groups, init, memory, network, speed
+from . import accuracy, coding, cuda, groups, init, memory, network, speed
 from .measure import DEVICES, environment
 
-SECTIONS = dict(speed=speed, init=init, memory=memory, accuracy=accuracy, groups=groups, network=network, gpu=cuda)
+SECTIONS = dict(
+    speed=speed,
+    init=init,
+    memory=memory,
+    accuracy=accuracy,
+    groups=groups,
+    coding=coding,
+    network=network,
+    gpu=cuda,
+)
 OF_DEVICE = dict(
-    cpu=["speed", "network", "groups", "init", "memory", "accuracy"],
+    cpu=["speed", "network", "groups", "coding", "init", "memory", "accuracy"],
     cuda=["accuracy", "network", "groups", "gpu"],
 )
 
@@ -28,6 +37,9 @@ def main() -> None:
     parser.add_argument("--only", choices=OF_DEVICE["cpu"], action="append", help="this section (may be repeated)")
     parser.add_argument("--device", choices=list(DEVICES), default="cpu")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds for an initialisation (%(default)s)")
+    parser.add_argument(
+        "--file", type=Path, action="append", default=[], metavar="FILE.dkm", help="for coding (may be repeated)"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice; 1 with --quick)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers (seconds, bytes) here")
     arguments = parser.parse_args()
@@ -43,7 +55,7 @@ def main() -> None:
     )
     numbers: dict[str, object] = dict(environment=machine, quick=arguments.quick)
     for name in arguments.only or OF_DEVICE[arguments.device]:
-        options = dict(limit=arguments.patience) if name == "init" else {}
+        options = dict(init=dict(limit=arguments.patience), coding=dict(files=arguments.file)).get(name, {})
         numbers[name] = rows = SECTIONS[name].run(arguments.device, arguments.quick, **options)
         print(f"\n{SECTIONS[name].text(rows)}", flush=True)
         if arguments.json:  # after every section, so that an interrupted run keeps its results

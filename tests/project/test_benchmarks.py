@@ -10,33 +10,42 @@ from torch import nn
 from benchmarks import monitor
 
 ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "formats" / "golden" / "coded.dkm"
 
 
 def test_tables_come_out(tmp_path):
     # one process: most of the time is spent importing
-    sections = ["--only", "accuracy", "--only", "memory", "--only", "groups", "--only", "network"]
+    names = ["accuracy", "memory", "groups", "coding", "network"]
+    sections = [text for name in names for text in ("--only", name)]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--quick", *sections, "--json", tmp_path / "numbers.json"],
+        [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            "--quick",
+            *sections,
+            "--file",
+            GOLDEN,
+            "--json",
+            tmp_path / "numbers.json",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    _, accuracy, memory, groups, network = done.stdout.split("###")
+    _, *texts = done.stdout.split("###")
     numbers = json.loads((tmp_path / "numbers.json").read_text())
-    for text, section in (
-        (accuracy, "accuracy"),
-        (memory, "memory"),
-        (groups, "groups"),
-        (network, "network"),
-    ):
+    for text, section in zip(texts, names, strict=True):
         table = [line for line in text.splitlines() if line.startswith("|")]
         assert len(table) == 2 + len(numbers[section]) > 2  # a header, a rule
         assert len({line.count("|") for line in table}) == 1
         assert max(map(len, table)) <= 100
     assert all(row["ours"]["dW"] < 1e-3 for row in numbers["accuracy"])
     assert all(row["ours"]["extra"] <= row["bound"] for row in numbers["memory"])
+    assert numbers["coding"][-1]["name"] == "coded"
+    assert all(row["bound"] <= row["coded"] <= row["packed"] for row in numbers["coding"])
 
 
 def test_the_monitor_is_measured():

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
-from experiments import target_cifar, tau_cifar
+from experiments import coding, target_cifar, tau_cifar
 from experiments.cifar import Cifar10, ResNet
 
 
@@ -111,3 +112,23 @@ def test_target_cifar_names_a_bad_run(text: str, tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit):
         target_cifar.main(["--data", str(tmp_path), "--weights", "w", "--out", "o", "--run", text])
     assert text.split(":")[0].removeprefix("size=").split(",rounds=")[-1] in capsys.readouterr().err
+
+
+def test_coding(tmp_path: Path, capsys: pytest.CaptureFixture):
+    network = "from torch import nn\n\ndef network():\n    return nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 3))\n"
+    (tmp_path / "network.py").write_text(network)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 3))
+    with torch.no_grad():
+        model[0].weight.normal_().pow_(5)  # a few centroids get most of the codes
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    given = dict(
+        model=f"{tmp_path}/network.py:network", weights=tmp_path / "weights.safetensors", out=tmp_path / "m.dkm"
+    )
+    coding.main(["--plan", "0:3, 1:3", *(text for name, value in given.items() for text in (f"--{name}", str(value)))])
+    last = capsys.readouterr().out.splitlines()[-1]
+    plan, packed, coded, least, _, count, *files = last.replace(",", "").strip("| ").split(" | ")
+    assert plan == "`0:3 1:3`"
+    assert int(coded) < int(packed) == (64 * 32 + 32 * 3) * 3 // 8
+    assert int(coded) <= sum(map(int, least.split(" + "))) + 8
+    assert count.strip() == "1 of 2"
+    assert int(files[1]) == (tmp_path / "m.dkm").stat().st_size < int(files[0])

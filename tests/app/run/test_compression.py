@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 pytest.importorskip("accelerate")
@@ -13,6 +14,7 @@ from small_run import PLAN, finish, log, make_place, settings
 import dkm
 from dkm.app import models
 from dkm.app.errors import Problem
+from dkm.app.own_code import load_function
 from dkm.app.run import training_step
 from dkm.app.run.training_step import TrainingStep
 from dkm.app.run_folder import RunFolder
@@ -96,6 +98,18 @@ def test_every_option_ends_in_a_file(place: Path, tmp_path: Path, options: dict)
     result = finish(settings(place, tmp_path / "run", **{"epochs": 1} | options))
     assert result["finished"]
     assert dkm.load(tmp_path / "run" / "model.dkm")["0.weight"].shape == (8, 3, 3, 3)
+
+
+def test_codes_by_their_entropy(place: Path, tmp_path: Path):
+    model = load_function(f"{place / 'network.py'}:network")()
+    with torch.no_grad():
+        model[4].weight.normal_().pow_(5)  # a few centroids get most of the codes
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "normal.safetensors")
+    options = dict(weights=str(tmp_path / "normal.safetensors"), plan="4:3", epochs=0)
+    results = {way: finish(settings(place, tmp_path / way, coding=way, **options)) for way in ("packed", "entropy")}
+    assert results["entropy"]["bytes_file"] < results["packed"]["bytes_file"]
+    states = [dkm.load(tmp_path / way / "model.dkm") for way in results]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

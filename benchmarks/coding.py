@@ -1,6 +1,7 @@
 """Entropy coding: what the codes of normally distributed weights take, of given files, and how fast they are coded.
 
-Speed is in seconds of the processor, which a busy machine changes less than those of the clock."""
+Speed is in seconds of the processor, which a busy machine changes less than those of the clock.
+"""
 
 import time
 from collections.abc import Iterable

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..foundation.errors import FileError
-from .codec import CHUNK, pack
+from .codec import CHUNK, pack, packed_size
 from .described import Codes, Described
 from .usage import Usage, blocks
 
@@ -88,15 +88,17 @@ def decode(data: np.ndarray, bits: int, n: int) -> Tensor:
     if len(words) and not words[-1]:
         raise ValueError("have a last word that is zero")
     coder, model = _stream().stack.AnsCoder(words), _model(counts)
-    found, packed = np.zeros(2**bits, np.int64), []
+    left, packed = np.array(counts), torch.empty(packed_size(n, bits), dtype=torch.uint8)
     for start in range(0, n, CHUNK):
-        size = min(CHUNK, n - start)
-        codes = np.zeros(size, np.int32) if model is None else coder.decode(model, size)
-        found += np.bincount(codes, minlength=2**bits)
-        packed.append(pack(torch.from_numpy(codes), bits))
-    if not coder.is_empty() or found.tolist() != counts:
+        stop = min(start + CHUNK, n)
+        codes = np.zeros(stop - start, np.int32) if model is None else coder.decode(model, stop - start)
+        left -= np.bincount(codes, minlength=2**bits)
+        if left.min() < 0:  # a code comes too often: do not go on for as long as the counts claim
+            break
+        packed[start * bits // 8 : packed_size(stop, bits)] = pack(torch.from_numpy(codes), bits)
+    if left.any() or not coder.is_empty():
         raise ValueError("contradict the counts in their table")
-    return torch.cat(packed)
+    return packed
 
 
 def code_bytes(each: Described, use: Usage) -> CodeBytes:

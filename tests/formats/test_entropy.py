@@ -11,6 +11,7 @@ import pytest
 import strict_reader
 import torch
 from dkm_files import coded, header, net, skewed, tensor, trained
+from file_parts import taken_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_limit import limited_memory
@@ -23,7 +24,7 @@ from dkm.formats import codec, entropy, usage
 from dkm.formats.codec import pack, unpack
 from dkm.formats.contents import describe
 from dkm.formats.described import Codes, Described
-from dkm.formats.dkm_file import encode_all
+from dkm.formats.dkm_file import encode_all, read_tensors
 from dkm.formats.entropy import CodeBytes, code_bytes, decode, encode, frequencies
 
 
@@ -194,6 +195,33 @@ def test_a_model_saved_so_loads_as_it_was(path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in dkm.load(path).items())
     loaded = dkm.load(path, into=normal())
     assert torch.equal(loaded[0].weight, expected["0.weight"])
+
+
+def test_codes_of_a_file_are_packed_in_memory(path):
+    """Who reads codes from a file need not know how it holds them."""
+    path.write_bytes(encode_all(coded(), coding="entropy"))
+    for each, original in zip(read_tensors(path), sorted(coded(), key=lambda each: each.name), strict=True):
+        assert torch.equal(each.values(), original.values().to(each.dtype))
+        if isinstance(each.content, Codes):
+            assert each.content.packed.shape == original.content.packed.shape
+            assert each.content.spec == original.content.spec
+            n = each.grouping.codes
+            assert torch.equal(each.content.codes(n - 3, n), unpack(each.content.packed, each.content.bits, n)[-3:])
+
+
+def test_wrong_codes_leave_the_model_alone(path):
+    good = encode_all([skewed("a", (40, 50), Spec(3)), skewed("b", (40, 50), Spec(3))], coding="entropy")
+    file = taken_apart(good)
+    at = [name for name, _ in file.arrays].index("codes/b")
+    file.data[at] = file.data[at][:-1] + b"\1"  # of the last word, which is read first
+    path.write_bytes(file.to_bytes())
+    model = nn.Module()
+    for name in ("a", "b"):
+        model.register_parameter(name, nn.Parameter(torch.zeros(40, 50)))
+    with pytest.raises(dkm.FileError, match="the codes of b contradict the counts in their table"):
+        dkm.load(path, into=model)
+    assert not model.a.any()
+    assert not model.b.any()
 
 
 def test_size_shows_all_three(path):

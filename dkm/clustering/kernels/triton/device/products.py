@@ -135,7 +135,13 @@ def _by_vector(
 def _by_centroid(
     half0, half1, table, offs_k, D_SEGMENT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """The same products, `(BLOCK_K, BLOCK_N)`."""
+    """The same products, `(BLOCK_K, BLOCK_N)`.
+
+    The same to the last bit: attention is their distance from the largest of `_by_vector`, and the rounding of logits
+    is much coarser than that of attention.  The tensor cores add up in the same order both ways; numpy does not.
+    """
+    if INTERPRETED:
+        return tl.trans(_by_vector(half0, half1, table, offs_k, D_SEGMENT, BLOCK_K, BLOCK_N))
     small = _dot(_table_half(table, offs_k, 0, D_SEGMENT), tl.trans(half0), tl.zeros((BLOCK_K, BLOCK_N), tl.float32))
     return _dot(_table_half(table, offs_k, 1, D_SEGMENT), tl.trans(half1), small)
 
@@ -180,9 +186,16 @@ def _online_softmax(tile_logits, largest, denominator):
 
 
 @triton.jit
-def _log_denominator(largest, denominator, n, offs_n):
-    """Such that A = 2^(logit - log_denominator), which is zero past the last vector."""
-    return tl.where(offs_n < n, largest + tl.log2(denominator), 1e38)
+def _largest(largest, n, offs_n):
+    """The largest logit of each vector, and so much past the last vector that the attention there is zero."""
+    return tl.where(offs_n < n, largest, 1e38)
+
+
+@triton.jit
+def _attention(tile_logits, largest, share):
+    """A.  The largest logit and the share are not put into one logarithm: it would be as large as the logits, and its
+    rounding would be an error of all of a vector's attention."""
+    return tl.exp2(tile_logits - largest) * share
 
 
 @triton.jit
@@ -190,8 +203,8 @@ def _statistics(
     w_half0, w_half1, dA_half0, dA_half1, logit_table, n, offs_n, MEAN: tl.constexpr, D_SEGMENT: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr,
 ):  # fmt: skip
-    """The log2 of the softmax denominator of each vector and, with MEAN, the mean of dA through the output, in which
-    the logit table makes dA: `(BLOCK_N,)` each."""
+    """The largest logit of each vector, its share of the attention and, with MEAN, the mean of dA through the output,
+    in which the logit table makes dA: `(BLOCK_N,)` each."""
     largest = tl.full((BLOCK_N,), -1e38, tl.float32)
     denominator = tl.zeros((BLOCK_N,), tl.float32)
     mean = tl.zeros((BLOCK_N,), tl.float32)
@@ -202,7 +215,7 @@ def _statistics(
         if MEAN:
             dA = _by_vector(dA_half0, dA_half1, logit_table, offs_k, D_SEGMENT, BLOCK_K, BLOCK_N)
             mean = mean * rescale + tl.sum(numerators * dA, 1)
-    return _log_denominator(largest, denominator, n, offs_n), mean / denominator
+    return _largest(largest, n, offs_n), 1.0 / denominator, mean / denominator
 
 
 @triton.jit
@@ -210,8 +223,8 @@ def _average(
     w_half0, w_half1, logit_table, averaged_table, n, offs_n, D_SEGMENT: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr, K_TILES: tl.constexpr,
 ):  # fmt: skip
-    """The same log2 of the denominator, and the average of the rows of `averaged_table` (their first halves), weighted
-    with the attention: `(BLOCK_N, 4 D_SEGMENT)`."""
+    """The same largest logit and its share, and the average of the rows of `averaged_table` (their first halves),
+    weighted with the attention: `(BLOCK_N, 4 D_SEGMENT)`."""
     largest = tl.full((BLOCK_N,), -1e38, tl.float32)
     denominator = tl.zeros((BLOCK_N,), tl.float32)
     acc = tl.zeros((BLOCK_N, 4 * D_SEGMENT), tl.float32)
@@ -220,7 +233,7 @@ def _average(
         tile_logits = _by_vector(w_half0, w_half1, logit_table, offs_k, D_SEGMENT, BLOCK_K, BLOCK_N)
         numerators, rescale, largest, denominator = _online_softmax(tile_logits, largest, denominator)
         acc = acc * rescale[:, None] + _times(numerators, _table_half(averaged_table, offs_k, 0, D_SEGMENT))
-    return _log_denominator(largest, denominator, n, offs_n), acc / denominator[:, None]
+    return _largest(largest, n, offs_n), 1.0 / denominator, acc / denominator[:, None]
 
 
 @triton.jit
@@ -243,20 +256,20 @@ def sums(
         offs_n = first + tl.arange(0, BLOCK_N)
         w_half0, w_half1, w_terms = _vector_rows(_load_vectors(W, N, offs_n, D, D_SEGMENT), True)
         if FIRST:
-            log_denominator, average = _average(
+            largest, share, average = _average(
                 w_half0=w_half0, w_half1=w_half1, logit_table=logit_table, averaged_table=logit_table, n=n,
                 offs_n=offs_n, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES,
             )  # fmt: skip
             _store(_fold_segments(average, D_SEGMENT)[0] * (0.5 / scale), W_tilde, offs_n, N, D, D_SEGMENT)
         else:
-            log_denominator, _ = _statistics(
+            largest, share, _mean = _statistics(
                 w_half0=w_half0, w_half1=w_half1, dA_half0=w_half0, dA_half1=w_half1, logit_table=logit_table, n=n,
                 offs_n=offs_n, MEAN=False, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES,
             )  # fmt: skip
         for tile in range(K_TILES):
             offs_k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
             tile_logits = _by_centroid(w_half0, w_half1, logit_table, offs_k, D_SEGMENT, BLOCK_K, BLOCK_N)
-            A = tl.exp2(tile_logits - log_denominator[None, :])
+            A = _attention(tile_logits, largest[None, :], share[None, :])
             contributions = _times(A, w_terms)
             if K_TILES == 1:
                 acc += contributions
@@ -275,7 +288,7 @@ def averages(
     for first in range(program * BLOCK_N, n, programs * BLOCK_N):
         offs_n = first + tl.arange(0, BLOCK_N)
         w_half0, w_half1, _w_terms = _vector_rows(_load_vectors(W, N, offs_n, D, D_SEGMENT), True)
-        _unused, average = _average(
+        _largest_logit, _share, average = _average(
             w_half0=w_half0, w_half1=w_half1, logit_table=logit_table, averaged_table=logit_table, n=n, offs_n=offs_n,
             D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES,
         )  # fmt: skip
@@ -288,12 +301,12 @@ def averages(
 
 @triton.jit
 def _through_softmax(
-    w_half0, w_half1, dA_half0, dA_half1, logit_table, dA_table, offs_k, log_denominator, mean, slope,
+    w_half0, w_half1, dA_half0, dA_half1, logit_table, dA_table, offs_k, largest, share, mean, slope,
     D_SEGMENT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A and dlogits = A (dA - mean) slope, `(BLOCK_N, BLOCK_K)`; `mean` and `slope` are in the unit of `dA_table`."""
     tile_logits = _by_vector(w_half0, w_half1, logit_table, offs_k, D_SEGMENT, BLOCK_K, BLOCK_N)
-    A = tl.exp2(tile_logits - log_denominator[:, None])
+    A = _attention(tile_logits, largest[:, None], share[:, None])
     dA = _by_vector(dA_half0, dA_half1, dA_table, offs_k, D_SEGMENT, BLOCK_K, BLOCK_N)
     return A, A * ((dA - mean[:, None]) * slope)
 
@@ -303,21 +316,21 @@ def _outside_softmax(
     w_half0, w_half1, dA_half0, dA_half1, w, logit_table, dA_table, n, offs_n, UPDATE: tl.constexpr,
     D_SEGMENT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr,
 ):  # fmt: skip
-    """The log2 of the softmax denominator and the mean of dA, `(BLOCK_N,)` each, and what the vectors receive on other
-    ways than through the softmax, `(BLOCK_N, 4 D_SEGMENT)`, in the unit of the tables."""
+    """The largest logit, its share of the attention and the mean of dA, `(BLOCK_N,)` each, and what the vectors receive
+    on other ways than through the softmax, `(BLOCK_N, 4 D_SEGMENT)`, in the unit of the tables."""
     if UPDATE:  # the mean of h (w - c') is w (A h) plus the mean of the offsets
-        log_denominator, average = _average(
+        largest, share, average = _average(
             w_half0=w_half0, w_half1=w_half1, logit_table=logit_table, averaged_table=dA_table, n=n, offs_n=offs_n,
             D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES,
         )  # fmt: skip
         values, offset = _fold_segments(average, D_SEGMENT)
-        return log_denominator, tl.sum(values * w, 1) + offset, average
+        return largest, share, tl.sum(values * w, 1) + offset, average
     else:
-        log_denominator, mean = _statistics(
+        largest, share, mean = _statistics(
             w_half0=w_half0, w_half1=w_half1, dA_half0=dA_half0, dA_half1=dA_half1, logit_table=logit_table, n=n,
             offs_n=offs_n, MEAN=True, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES,
         )  # fmt: skip
-        return log_denominator, mean, tl.zeros((BLOCK_N, 4 * D_SEGMENT), tl.float32)
+        return largest, share, mean, tl.zeros((BLOCK_N, 4 * D_SEGMENT), tl.float32)
 
 
 @triton.jit
@@ -342,7 +355,7 @@ def gradient_sums(
         dA_half0, dA_half1, g_terms = w_half0, w_half1, w_terms
         if not UPDATE:
             dA_half0, dA_half1, g_terms = _vector_rows(_load_vectors(G, N, offs_n, D, D_SEGMENT), False)
-        log_denominator, mean, dw = _outside_softmax(
+        largest, share, mean, dw = _outside_softmax(
             w_half0=w_half0, w_half1=w_half1, dA_half0=dA_half0, dA_half1=dA_half1, w=w, logit_table=logit_table,
             dA_table=dA_table, n=n, offs_n=offs_n, UPDATE=UPDATE, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
             BLOCK_N=BLOCK_N, K_TILES=K_TILES,
@@ -355,7 +368,7 @@ def gradient_sums(
             offs_k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
             A, dlogits = _through_softmax(
                 w_half0=w_half0, w_half1=w_half1, dA_half0=dA_half0, dA_half1=dA_half1, logit_table=logit_table,
-                dA_table=dA_table, offs_k=offs_k, log_denominator=log_denominator, mean=mean, slope=slope,
+                dA_table=dA_table, offs_k=offs_k, largest=largest, share=share, mean=mean, slope=slope,
                 D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N,
             )  # fmt: skip
             if ADD_TO_DW:  # dlogits add up to zero over the centroids: dlogits c is dlogits (c - w)
@@ -380,7 +393,7 @@ def _vector_gradients(
     D_SEGMENT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr,
 ):  # fmt: skip
     """What the vectors receive from all centroids, `(BLOCK_N, 4 D_SEGMENT)`, in the unit of the tables."""
-    log_denominator, mean, result = _outside_softmax(
+    largest, share, mean, result = _outside_softmax(
         w_half0=w_half0, w_half1=w_half1, dA_half0=dA_half0, dA_half1=dA_half1, w=w, logit_table=logit_table,
         dA_table=dA_table, n=n, offs_n=offs_n, UPDATE=UPDATE, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N,
         K_TILES=K_TILES,
@@ -389,7 +402,7 @@ def _vector_gradients(
         offs_k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         _A, dlogits = _through_softmax(
             w_half0=w_half0, w_half1=w_half1, dA_half0=dA_half0, dA_half1=dA_half1, logit_table=logit_table,
-            dA_table=dA_table, offs_k=offs_k, log_denominator=log_denominator, mean=mean, slope=slope,
+            dA_table=dA_table, offs_k=offs_k, largest=largest, share=share, mean=mean, slope=slope,
             D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N,
         )  # fmt: skip
         result += _times(dlogits, _table_half(logit_table, offs_k, 0, D_SEGMENT))

@@ -1,6 +1,6 @@
 """The command `dkm`: everything that a user of the library alone does not need.
 
-cli          the commands;  screen: what they look like in a terminal
+cli          the entry point;  commands: a file for each command;  screen: what they look like in a terminal
 settings     every setting of a run, with its default, limits and explanation
 models       models by their names, weights from files;  own_code: functions in the user's files
 tasks        the kinds of data: one file for each

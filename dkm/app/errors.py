@@ -1,6 +1,7 @@
 """The errors that the command shows as one sentence."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 from ..foundation.errors import DKMError
@@ -22,3 +23,8 @@ def as_problems() -> Iterator[None]:
 def reason_of(error: BaseException) -> str:
     """Why the operating system refused, in words: "No space left on device"."""
     return str(getattr(error, "strerror", None) or error)
+
+
+def say(sentence: str) -> None:
+    """Print a sentence of the command, as one line, where errors go."""
+    print(f"dkm: {' '.join(sentence.split())}", file=sys.stderr, flush=True)

@@ -1,0 +1,7 @@
+"""The commands: a file for each, whose import adds it to `app`.  The order here is that of the help."""
+
+# isort: off
+from .application import app
+from . import compress, evaluate, plan, inspect, report, demo
+
+__all__ = ["app", "compress", "demo", "evaluate", "inspect", "plan", "report"]

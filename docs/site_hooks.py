@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
-LINKED = ("LICENSE", "recipes/*.toml", "examples/*.py")  # what pages link to
+LINKED = ("LICENSE", "dkm/app/recipes/*.toml", "examples/*.py")  # what pages link to
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -1,1 +1,1 @@
-"""Experiments behind the tables of the documentation, and a network that the recipes need."""
+"""Experiments behind the tables of the documentation."""

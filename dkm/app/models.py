@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..formats.dkm_file import load
 from .errors import Problem
+from .mobilenet_v1 import mobilenet_v1
 from .own_code import load_function
 
 
@@ -87,8 +88,10 @@ def model_without_values(name: str, classes: int | None) -> nn.Module:
 
 
 def _named(name: str, weights: str | None, classes: int | None) -> nn.Module:
-    """The model of torchvision or timm that has this name, with random values."""
+    """The model of torchvision or timm that has this name, or MobileNet-v1, with random values."""
     options: dict[str, Any] = {} if classes is None else {"num_classes": classes}
+    if name == "mobilenet_v1":  # which torchvision lacks
+        return mobilenet_v1(**options)
     import torchvision
 
     if not name.startswith("timm/") and name in torchvision.models.list_models(torchvision.models):
@@ -104,7 +107,7 @@ def _named(name: str, weights: str | None, classes: int | None) -> nn.Module:
     plain = name.removeprefix("timm/")
     if timm is not None and timm.is_model(plain):
         return timm.create_model(plain, pretrained=False, **options)
-    known = [*torchvision.models.list_models(torchvision.models), *(timm.list_models() if timm else ())]
+    known = ["mobilenet_v1", *torchvision.models.list_models(torchvision.models), *(timm.list_models() if timm else ())]
     close = difflib.get_close_matches(plain, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise Problem(

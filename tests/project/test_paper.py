@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 import dkm
-from experiments.mobilenet_v1 import mobilenet_v1
+from dkm.app.mobilenet_v1 import mobilenet_v1
 
 
 def distilbert() -> nn.Module:

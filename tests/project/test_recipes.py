@@ -19,11 +19,11 @@ from torch import nn
 
 import dkm
 from dkm.app import cli, models, settings
+from dkm.app.mobilenet_v1 import mobilenet_v1
+from dkm.app.recipes import RECIPES, describe
 from dkm.app.tasks import open_task
-from experiments.mobilenet_v1 import mobilenet_v1
 
 ROOT = Path(__file__).parents[2]
-RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.toml"))}
 
 # Of each network: uncompressed accuracy, and the accuracy and tau of each configuration; a tau that the paper gives.
 NETWORKS = ("resnet18", "resnet50", "mobilenet-v1", "mobilenet-v2")
@@ -94,7 +94,9 @@ def test_each_configuration_of_the_paper_has_its_recipe():
 
 def test_the_documentation_has_them_all():
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    links = {name: accuracy for accuracy, name in re.findall(r"\[([\d.]+)\]\(\.\./recipes/([\w-]+)\.toml\)", page)}
+    links = {
+        name: accuracy for accuracy, name in re.findall(r"\[([\d.]+)\]\(\.\./dkm/app/recipes/([\w-]+)\.toml\)", page)
+    }
     accuracies = {name: re.search(r"[\d.]+(?= %)", figures[0])[0] for name, (_, _, figures) in EXPECTED.items()}
     assert links == accuracies
 
@@ -117,6 +119,36 @@ def test_the_recipe_says_what_the_paper_says(name: str):
         assert (recipe.image_size, recipe.resize, recipe.augment) == (224, 256, "imagenet")
 
 
+def test_the_command_lists_them(capsys: pytest.CaptureFixture):
+    """Every recipe is a line with the paper's figures; a part of a name lists those, a name prints its file."""
+    for words in (["recipes"], ["recipes", "mobilenet-v1"]):
+        with pytest.raises(SystemExit):
+            cli.main(words)
+        printed = capsys.readouterr().out
+        lines = {line.split()[0]: line for line in printed.splitlines() if line.split()[:1] and "-" in line.split()[0]}
+        listed = {name: line for name, line in lines.items() if name in RECIPES}
+        assert set(listed) == {name for name in RECIPES if words[-1] in ("recipes", name[: len("mobilenet-v1")])}
+        assert max(map(len, printed.splitlines())) <= 88
+        for name, line in listed.items():
+            plan, _, figures = EXPECTED[name]
+            accuracy, size = re.search(r"[\d.]+ %", figures[0])[0], re.search(r"[\d.]+ MB|ratio (\d+)", figures[1])
+            assert plan in line
+            assert accuracy in line
+            assert size is None or (f"{size[1]}x smaller" if size[1] else size[0]) in line
+            assert f"uncompressed {describe(name).uncompressed}" in RECIPES[name].read_text(encoding="utf-8")
+    with pytest.raises(SystemExit):
+        cli.main(["recipes", "resnet50-6-6"])
+    assert capsys.readouterr().out == RECIPES["resnet50-6-6"].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("words", [["recipes", "resnet50-66"], ["compress", "--recipe", "resnet50-66"]])
+def test_a_recipe_that_does_not_exist(words: list[str], capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "dkm: there is no recipe 'resnet50-66': did you mean resnet50-6-6?\n"
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_launch_line_is_one(name: str):
     """The line names its own file and flags that exist; with the recipe they are all that a run needs."""
@@ -124,7 +156,7 @@ def test_the_launch_line_is_one(name: str):
     (line,) = re.findall(r"^#   dkm compress (.*)$", text, re.MULTILINE)
     words = line.split()
     given = dict(zip(words[::2], words[1::2], strict=True))
-    assert given.pop("--config") == f"recipes/{name}.toml"
+    assert given.pop("--recipe") == name
     needed = {"model", "data", "out"} if is_text(name) else {"data", "weights", "out"}
     assert {flag.removeprefix("--").replace("-", "_") for flag in given} - {"eval_data"} == needed
     settings.make({flag.removeprefix("--"): value for flag, value in given.items()})
@@ -152,7 +184,7 @@ def network(name: str) -> nn.Module:
 @functools.cache
 def image_network(model: str) -> nn.Module:
     with torch.device("meta"):
-        return models.model_without_values(str(ROOT / model) if ".py:" in model else model, None)
+        return models.model_without_values(model, None)
 
 
 def plan_of(name: str) -> dkm.Plan:
@@ -257,8 +289,8 @@ def text_tables(name: str, folder: Path) -> None:
 def test_the_recipe_runs(
     name: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
-    monkeypatch.chdir(ROOT)  # as its launch line: MobileNet-v1 is found from here
-    words = ["compress", "--config", f"recipes/{name}.toml", "--out", str(tmp_path / "run")]
+    monkeypatch.chdir(tmp_path)
+    words = ["compress", "--recipe", name, "--out", str(tmp_path / "run")]
     words += ["--epochs", "1", "--batch-size", "4", "--workers", "0", "--device", "cpu"]
     if is_text(name):
         text_model(name, tmp_path / "model")

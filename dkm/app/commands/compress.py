@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import run, settings
+from .. import recipes, run, settings
 from ..errors import say
 from ..processes import has_several_processes, rank
 from ..run_folder import Result, RunFolder
@@ -18,10 +18,14 @@ from .application import app, with_settings
 def compress_command(
     given: dict[str, Any],
     config: Annotated[Path | None, typer.Option(help="a .toml or .yaml file with any of the settings below")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="one of the paper's configurations; dkm recipes lists them")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out, if there is one")] = False,
 ) -> None:
     """Train a model with clustered weights; write the small file and a report."""
-    run_and_show(given, settings.read(config) if config else {}, resume)
+    base = settings.read(recipes.path_of(recipe)) if recipe else {}
+    run_and_show(given, base | (settings.read(config) if config else {}), resume)
 
 
 def run_and_show(given: dict[str, Any], config: dict[str, Any], resume: bool = False) -> Result:

@@ -5,8 +5,9 @@ from .clustering.assign import assign
 from .clustering.cluster import Clustering, cluster
 from .clustering.initialize import init_centroids
 from .compress import cluster_weight, compress_, snap_
+from .exporters import export
 from .formats.dkm_file import load, save, size
-from .foundation.errors import DKMError, FileError, PlanError
+from .foundation.errors import DKMError, ExportError, FileError, PlanError
 from .modelling.clustered import Clustered
 from .modelling.layer import DKM
 from .modelling.methods import register as register_method
@@ -24,6 +25,7 @@ __all__ = [
     "Clustered",
     "Clustering",
     "DKMError",
+    "ExportError",
     "FileError",
     "Plan",
     "PlanError",
@@ -34,6 +36,7 @@ __all__ = [
     "compress_",
     "distill",
     "divergence",
+    "export",
     "init_centroids",
     "load",
     "monitor",

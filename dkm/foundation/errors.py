@@ -11,3 +11,7 @@ class PlanError(DKMError, ValueError):
 
 class FileError(DKMError, ValueError):
     """A .dkm file cannot be written or read."""
+
+
+class ExportError(DKMError, ValueError):
+    """A model cannot be exported as it is, or what was written does not compute what the model computes."""

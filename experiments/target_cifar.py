@@ -1,12 +1,12 @@
 """Plans chosen for a size compared with uniform plans up to that size: CIFAR-10, ResNet-20 (91.73 % uncompressed).
 
-    python -m experiments.target_cifar --data cifar10 --weights resnet20.safetensors --uniform 40kB
+    python -m experiments.target_cifar --data cifar10 --weights resnet20.safetensors --uniform 40KiB
     python -m experiments.target_cifar --data cifar10 --weights resnet20.safetensors --out results.jsonl \\
-        --run size=40kB:0 --run "layer*:4/4:0" --run "*:4/4:0" --run size=40kB,rounds=0:0
+        --run size=40KiB:0 --run "layer*:4/4:0" --run "*:4/4:0" --run size=40KiB,rounds=0:0
 
-The first command lists the uniform plans of at most 40 kB, beginning with those that cost least before training, which
+The first command lists the uniform plans of at most 40 KiB, beginning with those that cost least before training, which
 are the ones to train.  `*:b/d` clusters every weight, `layer*:b/d` keeps the first and the last layer in 16 bits, and
-`all:b/d` follows the rule for small tensors (8/1 below 10,000 weights), which here makes 65 kB of layers.
+`all:b/d` follows the rule for small tensors (8/1 below 10,000 weights), which here makes 65 KiB of layers.
 
 A run is PLAN:SEED.  PLAN is the text of a plan, or size=SIZE to choose one with 1,024 training images without labels;
 `,rounds=0` leaves out the step that measures the whole choice.  Several runs of one size choose the plan once.  The
@@ -38,7 +38,7 @@ class Run(cifar.Run):
     def parse(cls, text: str, **options) -> "Run":
         plan, _, seed = text.rpartition(":")
         if not plan or not seed.isdigit():
-            raise ValueError(f"'{text}' is not a run, PLAN:SEED, for example size=40kB:0 or *:4/4:0")
+            raise ValueError(f"'{text}' is not a run, PLAN:SEED, for example size=40KiB:0 or *:4/4:0")
         run = cls(plan=plan, seed=int(seed), **options)
         parse_size(run.size[0]) if run.size else dkm.plan(cifar.ResNet(), plan)
         return run

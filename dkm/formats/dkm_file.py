@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from ..foundation.atomic import write_atomically
 from ..foundation.errors import FileError
-from ..foundation.text import shown
+from ..foundation.text import shown, size_text
 from ..modelling.dtensors import on_first, reshard
 from ..modelling.parameters import Owned, clusterings, parameters, unwrapped
 from ..plans.rows import Column, Plan, Row
@@ -97,7 +97,7 @@ class Size(Plan):
         """The size in four lines."""
         return (
             f"{super().summary()}\ncodes: {totals(self.codes.values())}\n"
-            f"the file takes {self.file_bytes:,} bytes ({self.file_bytes / 2**20:.2f} MB)"
+            f"the file takes {self.file_bytes:,} bytes ({size_text(self.file_bytes)})"
         )
 
     @property
@@ -115,7 +115,7 @@ class Size(Plan):
 
 
 def size(model: nn.Module, *, dtype: torch.dtype = torch.float16, coding: str = "packed") -> Size:
-    """What a compressed model takes: `.megabytes` as the paper counts, `.file_bytes` as `save` would write.
+    """What a compressed model takes: `.bytes` as the paper counts, `.file_bytes` as `save` would write.
 
     `.codes[name]` says what the codes of a tensor take, in bytes: `packed`, entropy-`coded`, and `bound`, their
     entropy.  Without `coding="entropy"`, `coded` is computed from counts; it may be off by a few bytes.

@@ -7,10 +7,10 @@ LEAST_ROOM = 28  # of the columns of a table, for names and free text together
 
 
 def size_text(count: float) -> str:
-    """Bytes as 1.09 MB, 12.3 kB or 812 B.  A kB is 2^10 bytes and a MB 2^20, as in the paper."""
-    if count >= 2**20:
-        return f"{count / 2**20:,.2f} MB"
-    return f"{count / 2**10:.1f} kB" if count >= 2**10 else f"{count:.0f} B"
+    """Bytes as 1.09 MB, 12.3 kB or 812 B.  A kB is 1,000 bytes and a MB 1,000,000, here and wherever a size is read."""
+    if round(count / 1e3, 1) >= 1e3:
+        return f"{count / 1e6:,.2f} MB"
+    return f"{count / 1e3:.1f} kB" if round(count) >= 1e3 else f"{count:.0f} B"
 
 
 def clock_text(seconds: float) -> str:

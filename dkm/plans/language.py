@@ -18,7 +18,7 @@ from ..clustering.spec import Spec
 from ..foundation.errors import PlanError
 
 UNITS = {"": 1, "b": 1} | {
-    f"{letter}{b}": 2**n for letter, n in zip("kmg", (10, 20, 30), strict=True) for b in ("b", "ib")
+    f"{letter}{b}": base**n for n, letter in enumerate("kmg", 1) for b, base in (("b", 1000), ("ib", 1024))
 }
 
 WORDS_OF_A_SPEC = ("scaled", "per", "e4m3")  # after the bits, in any order
@@ -128,7 +128,7 @@ def _is_number(text: str) -> bool:
 def parse_size(size: int | str) -> int:
     """The bytes that "1.0MB", "40kB", "800B" or a plain integer means.
 
-    kB, MB and GB are 2^10, 2^20 and 2^30 bytes, as the paper counts; KiB, MiB and GiB mean the same.
+    kB, MB and GB are 1,000, 1,000,000 and 10^9 bytes; KiB, MiB and GiB are 2^10, 2^20 and 2^30.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         parsed = size

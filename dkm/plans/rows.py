@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..clustering.spec import Spec
+from ..foundation.text import size_text
 from ..foundation.text import table as text_table
 from .language import quoted
-
-MEGABYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """The paper's count, see `megabytes`, up to whole bytes."""
+        """The paper's count: codes, centroids, scales and other parameters, but no running statistics."""
         return -(-sum(row.stored_bits for row in self.rows) // 8)
 
     @property
@@ -93,8 +92,8 @@ class Plan:
 
     @property
     def megabytes(self) -> float:
-        """The paper's count: 2^20 bytes; codes, centroids, scales and other parameters; no running statistics."""
-        return sum(row.stored_bits for row in self.rows) / 8 / MEGABYTE
+        """`bytes` in millions.  The paper's tables are in MiB: `bytes / 2**20`."""
+        return self.bytes / 1e6
 
     @property
     def parameters(self) -> int:
@@ -110,7 +109,7 @@ class Plan:
     @property
     def ratio(self) -> float:
         """How many times smaller than the parameters in float32."""
-        return self.parameters * 4 / MEGABYTE / max(self.megabytes, 1e-12)
+        return self.parameters * 4 / max(self.bytes, 1)
 
     def __getitem__(self, name: str) -> Row:
         """The row of a tensor, by any of its names."""
@@ -124,7 +123,7 @@ class Plan:
         counts = f"{len(self.clustered)} of {len(self.rows)} tensors clustered"
         return (
             f"{counts} at {self.bits_per_weight:.3f} bits per weight\n"
-            f"{self.megabytes:.2f} MB as the paper counts, {self.ratio:.1f}x smaller than float32"
+            f"{size_text(self.bytes)} as the paper counts, {self.ratio:.1f}x smaller than float32"
         )
 
     @property

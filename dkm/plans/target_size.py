@@ -25,6 +25,7 @@ from ..clustering.precision import check_weight, rounded
 from ..clustering.snapping import kmeans_groups, row_scales, snapped_values
 from ..clustering.spec import Spec
 from ..foundation.errors import PlanError
+from ..foundation.text import size_text
 from ..modelling.parameters import parameters
 from .knapsack import knapsack
 from .language import parse_size, parse_spec
@@ -79,7 +80,7 @@ def allocate(
     """The plan of at most `size` that costs the loss least, by measuring it.  See `dkm.plan`.
 
     Args:
-        size: of the parameters as the paper counts, `Plan.bytes`: "1.0MB", "40kB" (2^20 and 2^10 bytes) or bytes.
+        size: of the parameters as the paper counts, `Plan.bytes`: "1.0MB", "40kB" or a number of bytes.
         loss: `model -> number`, on a few batches, always the same ones; lower is better.  It is called without
             gradient, in evaluation mode, some 5 to 10 times per tensor.  `dkm.divergence(model, batches)` makes one.
         text: entries as in a plan; they decide about the tensors that they select, and the others are chosen.
@@ -273,6 +274,6 @@ def _reason(options: list[Candidate], at: int) -> str:
     if len(options) == 1:
         return "exact"
     other = at - 1 if at else 1
-    kilobytes = (options[other].row.stored_bits - options[at].row.stored_bits) / 8 / 1024
-    change = f"add {kilobytes:.2g} kB" if other > at else f"save {-kilobytes:.2g} kB"
+    bytes_more = (options[other].row.stored_bits - options[at].row.stored_bits) / 8
+    change = f"add {size_text(bytes_more)}" if other > at else f"save {size_text(-bytes_more)}"
     return f"cost {costs[at]:.2g}; {options[other].row.label} would cost {costs[other]:.2g} and {change}"

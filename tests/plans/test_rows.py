@@ -21,7 +21,7 @@ layers = st.tuples(st.integers(1, 300), st.integers(1, 300), st.integers(1, 12),
 
 
 @given(st.lists(layers, min_size=1, max_size=5))
-def test_megabytes_is_the_papers_count(layers):
+def test_bytes_are_the_papers_count(layers):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(columns, rows) for columns, rows, *_ in layers))
     text = ", ".join(
@@ -35,7 +35,7 @@ def test_megabytes_is_the_papers_count(layers):
         else:
             codes = bits * math.ceil(columns * rows / dim)
             expected += codes + 16 * dim * 2**bits + biases
-    assert dkm.plan(model, text).megabytes == expected / (8 * 1024 * 1024)
+    assert dkm.plan(model, text).bytes == -(-expected // 8)
 
 
 def test_bits_per_weight_counts_everything_of_clustered_tensors():

@@ -86,7 +86,7 @@ def test_target_cifar(folder: Path, capsys: pytest.CaptureFixture, monkeypatch: 
         target_cifar.main([*texts, "--device", "cpu", "--epochs", "1"])
         return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
 
-    listed = run("--uniform", "40kB")
+    listed = run("--uniform", "40KiB")
     # not all:b/d, which has 8 bits for most of the layers
     assert {row["plan"] for row in listed} == {
         f"{s}:{c}" for s in ("*", "layer*") for c in ("1/1", "2/2", "4/4", "4/8")
@@ -95,11 +95,11 @@ def test_target_cifar(folder: Path, capsys: pytest.CaptureFixture, monkeypatch: 
     costs = [row["divergence"] for row in listed]
     assert costs == sorted(costs)
 
-    rows = run("--run", "size=30kB,rounds=0:0", "--run", "*:4/8:1", "--run", "size=30kB,rounds=0:2")
+    rows = run("--run", "size=30KiB,rounds=0:0", "--run", "*:4/8:1", "--run", "size=30KiB,rounds=0:2")
     assert [(row["plan"], row["seed"]) for row in rows] == [
-        ("size=30kB,rounds=0", 0),
+        ("size=30KiB,rounds=0", 0),
         ("*:4/8", 1),
-        ("size=30kB,rounds=0", 2),
+        ("size=30KiB,rounds=0", 2),
     ]
     assert rows[0]["text"] == rows[2]["text"]
     assert rows[0]["bytes"] <= 30 * 1024

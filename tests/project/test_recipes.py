@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 # Of each network: uncompressed accuracy, and the accuracy and tau of each configuration; a tau that the paper gives.
 NETWORKS = ("resnet18", "resnet50", "mobilenet-v1", "mobilenet-v2")
 BASE = (69.8, 76.1, 70.9, 71.9)
-FIGURE_4 = {  # plan, top-1, MB
+FIGURE_4 = {  # plan, top-1, MiB
     "resnet18-5-8": ("cv:5/8, fc:8/4", 65.1, "1.00"),
     "resnet18-6-8": ("cv:6/8, fc:6/10", 65.7, "1.09"),
     "resnet18-4-4": ("cv:4/4, fc:8/4", 66.7, "1.49"),
@@ -60,7 +60,7 @@ def expected() -> dict[str, tuple[str, float | None, tuple[str, ...]]]:
     found: dict[str, tuple[str, float | None, tuple[str, ...]]] = {}
     for name, (plan, top, megabytes) in FIGURE_4.items():
         base = BASE[NETWORKS.index(name.rsplit("-", 2)[0])]
-        found[name] = plan, None, (f"top-1 {top} %", f"{megabytes} MB", f"uncompressed {base} %")
+        found[name] = plan, None, (f"top-1 {top} %", f"{megabytes} MiB", f"uncompressed {base} %")
     for spec, (tops, taus) in TABLE_1.items():
         for network, top, tau, base in zip(NETWORKS, tops, taus, BASE, strict=True):
             name = f"{network}-table1-{spec.replace('/', '-')}"
@@ -73,7 +73,7 @@ def expected() -> dict[str, tuple[str, float | None, tuple[str, ...]]]:
             figures = f"accuracy {accuracy} %", f"uncompressed {base} %"
             found[f"{network}-qnli-{spec.replace('/', '-')}"] = f"xform:{spec}", tau, figures
     for name, (plan, megabytes) in TABLE_4.items():
-        found[name] = plan, 8e-5, ("accuracy 81.3 %", f"{megabytes} MB", "uncompressed 82.4 %, 255.4 MB")
+        found[name] = plan, 8e-5, ("accuracy 81.3 %", f"{megabytes} MiB", "uncompressed 82.4 %, 255.4 MiB")
     return found
 
 
@@ -204,10 +204,10 @@ def test_the_names_mean_the_papers_networks():
 def test_the_plan_fits_the_network(name: str):
     """The plan clusters what the paper clusters and, where the paper gives a size, has that size."""
     plan = plan_of(name)
-    (megabytes,) = [figure for figure in EXPECTED[name][2] if re.fullmatch(r"[\d.]+ MB", figure)] or [None]
+    (megabytes,) = [figure for figure in EXPECTED[name][2] if re.fullmatch(r"[\d.]+ MiB", figure)] or [None]
     if megabytes is not None:
-        digits = len(megabytes.removesuffix(" MB").partition(".")[2])
-        assert f"{plan.megabytes:.{digits}f} MB" == megabytes
+        digits = len(megabytes.removesuffix(" MiB").partition(".")[2])
+        assert f"{plan.bytes / 2**20:.{digits}f} MiB" == megabytes
     clustered = [row for row in plan.rows if row.bits is not None]
     weights = [row for row in plan.rows if row.kind in ("cv", "lin", "emb")]
     if "table1" in name:  # "we did not compress the first and last layers"

@@ -26,10 +26,10 @@ def run(tmp_path: Path) -> Callable[..., Path]:
 def test_a_finished_run_has_all_of_it(run: Callable[..., Path]):
     page = write(run())
     assert set(page.headings) > SECTIONS
-    for text in ("88.25", "−4.25, was 92.50\xa0%", "7.6kB", "was 192.8 kB", "25.3×", "layernet"):
+    for text in ("88.25", "−4.25, was 92.50\xa0%", "7.8kB", "was 197.4 kB", "25.3×", "layernet"):
         assert text in page.text
-    assert "file takes 7.6 kB; in float32 the network’s parameters took 192.8 kB, 25.3 times as much" in page.text
-    assert "the size is 6.8 kB: 28.6 times less" in page.text
+    assert "file takes 7.8 kB; in float32 the network’s parameters took 197.4 kB, 25.3 times as much" in page.text
+    assert "the size is 6.9 kB: 28.6 times less" in page.text
     assert "without training would give 60.00\xa0%" in page.text  # the evaluation of step 0
     for title in ("Accuracy, %", "Loss", "Snap gap, %", "Iterations", "Codes that changed, %", "Temperature"):
         assert f"{title}" in page.text
@@ -109,7 +109,7 @@ def test_a_run_still_going_shows_its_latest(run: Callable[..., Path]):
     page = write(folder)
     assert "Not finished: epoch 2.4 of 4" in page.text
     assert f"{90 - 30 * math.exp(-1):.2f}" in page.text  # the evaluation of step 100
-    assert "will take about 6.8 kB" in page.text
+    assert "will take about 6.9 kB" in page.text
     assert report.summary(folder).endswith("not finished")
 
 

@@ -20,7 +20,7 @@ class Recipe:
     network: str  # with the data: ResNet-50 on ImageNet-1k
     plan: str
     accuracy: str  # 74.5 %
-    size: str  # 3.32 MB, or 32x smaller; empty where the paper gives none
+    size: str  # 3.32 MiB, or 32x smaller; empty where the paper gives none
     uncompressed: str  # the accuracy before
     where: str  # in the paper: Fig. 4; with a * where it is with fewer iterations
 
@@ -40,7 +40,7 @@ def describe(name: str) -> Recipe:
     title, figures = path.read_text(encoding="utf-8").splitlines()[:2]
     said, _, before = figures.partition("; uncompressed ")
     network, rest = title.removeprefix("# ").split(", ", 1)
-    size = re.search(r"[\d.]+ MB", said)
+    size = re.search(r"[\d.]+ MiB", said)
     ratio = re.search(r"compression ratio (\d+)", said)
     return Recipe(
         name,

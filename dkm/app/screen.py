@@ -1,7 +1,6 @@
 """What a run looks like in a terminal, or in the file that the output goes to."""
 
 import textwrap
-import time
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +10,7 @@ import rich.progress
 from ..foundation.text import clock_text, size_text
 from ..plans.rows import Plan
 from .measures import ACCURACY, Measure, named_measure
+from .pace import Pace, speed_text
 from .processes import rank
 from .run import Listener
 from .run_folder import EvalRecord, Result, RunFolder, StepRecord, figures
@@ -32,7 +32,8 @@ class Screen(Listener):
         self.task = rich.progress.TaskID(0)
         self.snapped = ""  # the latest evaluation, for the bar
         self.steps = 0
-        self.began_at, self.began_step = 0.0, 0  # when and where the training began in this process
+        self.eval_every = 1  # epochs
+        self.pace = Pace(0, 0, 1)
         self.shown_step = 0  # in the last line; before the training, of the texts that a language model writes
 
     def __enter__(self) -> Self:
@@ -56,6 +57,7 @@ class Screen(Listener):
 
     def settings(self, chosen: Settings) -> None:
         """Print all settings, as a paragraph."""
+        self.eval_every = chosen.eval_every
         lines = [line.replace(" = ", "=", 1) for line in as_toml(chosen).splitlines()]
         self.note(textwrap.fill(" ".join(lines), self.console.width, subsequent_indent="  ", break_on_hyphens=False))
         self.note("")
@@ -87,14 +89,15 @@ class Screen(Listener):
 
     def training_begins(self, done: int, steps: int, steps_per_epoch: int, lr: float) -> None:
         self.steps = steps
-        self.began_at, self.began_step, self.shown_step = time.perf_counter(), done, done
+        self.shown_step = done
+        self.pace = Pace(done, steps, steps_per_epoch * self.eval_every)
         beginning = f"from step {done:,} of " if done else ""
         self.note(f"{beginning}{steps:,} steps, learning rate {lr:g}")
         if self.console.is_terminal:
             self.bar = self._new_bar()
             self.bar.start()
             epoch = f"{done / max(1, steps_per_epoch):.1f}"
-            self.task = self.bar.add_task("", total=steps, completed=done, epoch=epoch, speed=0, loss="-", snapped="")
+            self.task = self.bar.add_task("", total=steps, completed=done, epoch=epoch, loss="-", snapped="", left="")
 
     def _new_bar(self) -> rich.progress.Progress:
         columns = rich.progress
@@ -102,32 +105,33 @@ class Screen(Listener):
             columns.TextColumn("epoch {task.fields[epoch]}"),
             columns.BarColumn(None),
             columns.TextColumn("{task.percentage:>3.0f} %"),
-            columns.TextColumn("{task.fields[speed]:.0f}/s  loss {task.fields[loss]}  {task.fields[snapped]}"),
-            columns.TimeRemainingColumn(),
+            columns.TextColumn("loss {task.fields[loss]}  {task.fields[snapped]}  {task.fields[left]}"),
             console=self.console,
             expand=True,
         )
 
     def stepped(self, record: StepRecord) -> None:
-        step, loss, speed = record["step"], record["loss"], record["per_second"]
+        step, loss = record["step"], record["loss"]
+        self.pace.stepped(step)
+        progress = f"{speed_text(record['per_second'])}/s, {clock_text(self.pace.left(step))} left"
         if self.bar is not None:
             epoch = f"{record['epoch']:.1f}"
             self.bar.update(
-                self.task, completed=step, epoch=epoch, loss=f"{loss:.3g}", speed=speed, snapped=self.snapped
+                self.task, completed=step, epoch=epoch, loss=f"{loss:.3g}", left=progress, snapped=self.snapped
             )
         elif step - self.shown_step >= self.steps / LINES or step == self.steps:
             self.shown_step = step
-            seconds_per_step = (time.perf_counter() - self.began_at) / max(1, step - self.began_step)
-            left = clock_text(seconds_per_step * (self.steps - step))
-            self.note(f"step {step:,} of {self.steps:,}, loss {loss:.4g}, {speed:.0f}/s, {left} left")
+            self.note(f"step {step:,} of {self.steps:,}, loss {loss:.4g}, {progress}")
 
     def evaluation_begins(self) -> None:
+        self.pace.evaluation_begins()
         if self.bar is not None:
             self.bar.update(self.task, snapped="evaluating")
 
     def evaluated(self, record: EvalRecord) -> None:
         measure, soft, snapped = named_measure(record.get("metric")), record["soft"], record["snapped"]
         assert snapped is not None  # an evaluation that is not finite is not logged
+        self.pace.evaluated(soft is not None)
         self.snapped = f"snapped {measure.text(snapped)}"
         if self.bar is not None:
             self.bar.update(self.task, snapped=self.snapped)

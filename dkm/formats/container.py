@@ -114,6 +114,11 @@ def from_bytes(data: bytes, name: str) -> Container:
         header = _header(data)
         metadata = header.pop("__metadata__", None)
         if not isinstance(metadata, dict) or metadata.get("format") != "dkm":
+            if header:  # of tensors: someone else's file, and nothing is wrong with it
+                raise FileError(
+                    f"{name} is a safetensors file that dkm did not write: give a .dkm file, as dkm.save and dkm "
+                    "compress write it"
+                )
             raise ValueError("its metadata do not name the format dkm")
         version, checksum = metadata.get("version"), metadata.get("checksum")
         if not isinstance(version, str) or not re.fullmatch("[1-9][0-9]*", version):

@@ -1,6 +1,7 @@
 """Numbers and tables as text, the same everywhere: plans, `dkm inspect`, the command's output and the report."""
 
 import re
+import textwrap
 from collections.abc import Sequence
 
 LEAST_ROOM = 28  # of the columns of a table, for names and free text together
@@ -27,7 +28,7 @@ def table(
 
     Where the lines are too wide, the columns whose titles, in the first line, are `spare` are left out one after the
     other.  Then the first cell, a tensor's name, becomes shorter, but not shorter than 12.  With `shrink_last` the last
-    cell, free text, becomes shorter as well: both get at least half of the room there is.
+    cell, free text, becomes narrower as well, and goes on below itself: both get at least half of the room there is.
     """
     for title in spare:
         widths = [max(len(line[i]) for line in lines) for i in range(len(align))]
@@ -43,10 +44,19 @@ def table(
     if shrink_last:
         widths[-1] = max(room - widths[0], 8)
     cells = [[_abbreviate(line[0], widths[0]), *line[1:]] for line in lines]
+    if shrink_last:
+        cells = [row for line in cells for row in _broken(line, widths[-1])]
     return "\n".join(
         " ".join(f"{_shorten(cell, w):{a}{w}}" for cell, w, a in zip(line, widths, align, strict=True)).rstrip()
         for line in cells
     )
+
+
+def _broken(cells: Sequence[str], width: int) -> list[list[str]]:
+    """The cells of a line, and below them those of further lines, which hold what is too wide of the last cell."""
+    words = " ".join(_shorten(word, width) for word in cells[-1].split(" "))
+    first, *more = textwrap.wrap(words, width) or [""]
+    return [[*cells[:-1], first], *([*[""] * (len(cells) - 1), text] for text in more)]
 
 
 def _abbreviate(name: str, width: int) -> str:

@@ -134,17 +134,39 @@ class Plan:
     def __str__(self) -> str:
         return self.table(shutil.get_terminal_size((100, 24)).columns) + "\n" + self.summary()
 
-    def table(self, columns: int, rows: Sequence[Row] | None = None) -> str:
+    def table(self, columns: int, rows: Sequence[Row] | None = None, *, fold: bool = False) -> str:
         """All rows, or these, as text of at most so many columns.
 
-        Where names and reasons would have too little room, columns that follow from the others are left out.
+        Where names and reasons would have too little room, columns that follow from the others are left out.  With
+        `fold`, tensors that no plan could cluster share a last line for each reason.
         """
         shown = self.rows if rows is None else rows
         own = self.columns
-        lines = [[column.title for column in own], *([column.cell(row) for column in own] for row in shown)]
+        folded: dict[str, list[Row]] = {}
+        for row in shown if fold else ():
+            if not row.kind:
+                folded.setdefault(row.reason, []).append(row)
+        lines = [[column.title for column in own]]
+        lines += ([column.cell(row) for column in own] for row in shown if row.kind or not fold)
+        for rows_of_one_reason in folded.values():
+            together = _together(rows_of_one_reason)
+            lines.append([together.get(column.title, column.cell(rows_of_one_reason[0])) for column in own])
         align = "".join(column.align for column in own)
         spare = [column.title for column in own if column.spare]
         return text_table(lines, align, columns, shrink_last=True, spare=spare)
+
+
+def _together(rows: Sequence[Row]) -> dict[str, str]:
+    """The cells of a line for several kept tensors, where they differ from those of the first."""
+    if len(rows) == 1:
+        return {}
+    return {
+        "tensor": f"({len(rows):,} tensors)",
+        "shape": "",
+        "params": f"{sum(row.parameters for row in rows):,}",
+        "bytes": f"{sum(row.stored_bytes for row in rows):,}",
+        "why": rows[0].reason,
+    }
 
 
 class Column(NamedTuple):

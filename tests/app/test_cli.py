@@ -136,7 +136,9 @@ WRONG = {
     "resize": (["compress", *flags(resize="4")], "--resize 4 is less than --image-size 8"),
     "eval of nothing": (["eval", "images"], "images is not the folder of a run"),
     "inspect of nothing": (["inspect", "no.dkm"], "cannot read no.dkm"),
-    "inspect of something else": (["inspect", "weights.safetensors"], "is not an intact .dkm file"),
+    "inspect of plain weights": (["inspect", "weights.safetensors"], "is a safetensors file that dkm did not write"),
+    "inspect of something else": (["inspect", "network.py"], "is not an intact .dkm file"),
+    "resume of nothing": (["compress", "--resume", "--out", "nowhere"], "there is no run in nowhere to go on with"),
     "report of nothing": (["report", "images"], "images is not the folder of a run"),
     "plan of no model": (["plan", "resnet81", "cv:2"], "there is no model 'resnet81'"),
     "NUL in a folder": (["report", "a\0b"], "an argument holds the character NUL"),
@@ -237,7 +239,11 @@ def test_plan(place: Path, capsys):
     call("plan", "mobilenet_v2", "all:3/1")
     printed = capsys.readouterr().out
     assert "53 of 158 tensors clustered" in printed
+    assert "(105 tensors)" in printed
+    assert len(printed.splitlines()) == 1 + 53 + 1 + 2
     assert max(map(len, printed.splitlines())) <= 80
+    call("plan", "mobilenet_v2", "all:3/1", "--all")
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 158 + 2
 
 
 def test_inspect(place: Path, capsys):

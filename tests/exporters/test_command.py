@@ -52,7 +52,7 @@ PROBLEMS = {
     ("absent.dkm", "--to", "safetensors"): "there is no file absent.dkm",
     ("images", "--to", "safetensors"): "images has no model.dkm yet",
     ("images", "--to", "safetensors", "--model", "resnet18"): "leave --model and --classes out",
-    ("weights.safetensors", "--to", "safetensors"): "weights.safetensors is not an intact .dkm file",
+    ("weights.safetensors", "--to", "safetensors"): "weights.safetensors is a safetensors file that dkm did not write",
 }
 
 

@@ -153,3 +153,13 @@ def test_the_table_says_what_a_tensor_costs():
 def test_the_table_shows_aliases(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert "also output.weight" in str(dkm.plan(Tied(), "emb:4"))
+
+
+def test_tensors_that_no_plan_can_cluster_are_folded_into_a_line_for_each_reason():
+    plan = dkm.plan(nn.Sequential(nn.Linear(100, 100), nn.LayerNorm(100), nn.Linear(100, 100)), "0:4")
+    head, first, second, rest = plan.table(100, fold=True).splitlines()
+    assert dict(zip(head.split(), rest.replace("(4 tensors)", "folded - ").split(maxsplit=5), strict=False)) == dict(
+        tensor="folded", shape="-", params="400", **{"b/d": "keep", "k": "800", "bytes": "bias or norm"}
+    )
+    assert first.split()[-1] == "0"
+    assert second.endswith("not selected")  # what a plan could have selected keeps its line

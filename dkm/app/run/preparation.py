@@ -20,6 +20,11 @@ def prepare(given: dict[str, Any], config: dict[str, Any], resume: bool) -> tupl
     path = Path(settings.out)
     folder = RunFolder(path)
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        if resume and settings.model is None:
+            raise Problem(
+                f"there is no run in {path} to go on with: name the folder of a run, or give --model, --data and "
+                "--plan as well, to begin one"
+            )
         return settings, False
     if not folder.is_run():
         raise Problem(f"{path} exists and is not a run of dkm: choose another --out")

@@ -61,6 +61,13 @@ def test_compress_prints_the_settings_the_plan_and_the_result(place: Path, capsy
     assert "\x1b" not in printed.out  # no colours and no bars: this is not a terminal
     result = json.loads(Path("run/result.json").read_text())
     assert f"{result['accuracy_before']:.2f} % before, {result['accuracy_after']:.2f} % after" in printed.out
+    assert result["after"]["accuracy"] == result["accuracy_after"]
+    assert result["before"]["examples"] == result["after"]["examples"] == 2
+    error = f"{result['before']['standard_error']:.2f}"
+    assert f"before: {result['accuracy_before']:.2f} % right (± {error}, 2 images)" in printed.out
+    assert f"measured  on 2 images, standard error {result['after']['standard_error']:.2f} %" in printed.out
+    page = Path("run/report.html").read_text()
+    assert f"measured on 2 images; the standard error is {result['after']['standard_error']:.2f}" in page
 
 
 def test_the_command_of_the_result_runs_again(place: Path):
@@ -309,7 +316,33 @@ def test_texts(capsys):
     assert result["accuracy_after"] == 100
     capsys.readouterr()
     call("eval", "run")
-    assert "100.00 % right" in capsys.readouterr().out
+    assert "100.00 % right (± 9.05, 8 texts), F1 100.00, Matthews 100.00, loss" in capsys.readouterr().out
+    assert (result["after"]["f1"], result["after"]["matthews"], result["after"]["examples"]) == (100, 100, 8)
+
+
+@pytest.mark.usefixtures("place")
+def test_an_older_result_is_read(capsys):
+    """Of a run from before there was a standard error in it."""
+    call("compress", *flags(epochs="0"))
+    path = Path("run/result.json")
+    result = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({key: result[key] for key in result if key not in ("before", "after", "unit", "metric")})
+    )
+    capsys.readouterr()
+    call("compress", "--resume", "--out", "run")
+    call("report", "run")
+    printed = capsys.readouterr().out
+    assert f"{result['accuracy_after']:.2f} % after" in printed
+    assert "measured" not in printed
+
+
+@pytest.mark.usefixtures("place")
+def test_top5_of_many_classes(capsys):
+    call("compress", *flags(model="network.py:network", weights=None, classes="100", epochs="0"))
+    result = json.loads(Path("run/result.json").read_text())
+    assert 0 <= result["after"]["accuracy"] <= result["after"]["top5"] <= 100
+    assert f"top-5     {result['before']['top5']:.2f} % before, " in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("bert")

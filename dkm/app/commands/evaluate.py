@@ -32,6 +32,5 @@ def eval_command(
     chosen = settings.make(base, given)
     with Screen() as screen:
         stage, model = run.open_stage(chosen, screen)
-        screen.note(f"{stage.task.eval_count:,} {stage.task.unit}")
-        value, loss = run.evaluate(stage, model.eval())
-        screen.note(f"{in_words(stage.task.measure, value)}, loss {loss:.4f}")
+        score = run.evaluate(stage, model.eval())
+        screen.note(f"{in_words(score, stage.task)}, loss {score.loss:.4f}")

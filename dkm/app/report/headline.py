@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ...foundation.text import size_text
-from ..measures import PERPLEXITY, Measure
+from ..measures import ACCURACY, PERPLEXITY, Measure
 from .reader import Run
 from .words import ratio_text
 
@@ -27,7 +27,7 @@ def tiles(run: Run) -> list[Tile]:
             difference = measure.change(run.before, run.after).replace("-", "−")  # a real minus, not a hyphen
             change = f"{difference}, was {measure.text(run.before)}"
         change += "; lower is better" if change and measure.lower_is_better else ""
-        found.append(Tile(measure.name, measure.amount(run.after), measure.unit, with_hard_spaces(change)))
+        found.append(Tile(measure.title, measure.amount(run.after), measure.unit, with_hard_spaces(change)))
     if run.size:
         amount, unit = size_text(run.size).split()
         found.append(Tile("size", amount, unit, f"was {size_text(run.dense_size)}" if run.dense_size else ""))
@@ -57,6 +57,13 @@ def sentences(run: Run) -> str:
         )
     if run.after is not None:
         found.append(_measured(run.measure, run.after, run.before))
+        if run.finished and run.examples:
+            error = "" if run.error_after is None else f"; the standard error is {run.measure.amount(run.error_after)}"
+            found.append(f"That was measured on {run.examples:,.0f} {run.examples_are}{error}.")
+        for measure, before, after in run.others if run.finished else ():
+            if after is not None:
+                was = "" if before is None else f", and was {measure.text(before)} before"
+                found.append(f"{measure.title} is {measure.text(after)}{was}.")
         if run.untrained is not None and run.evaluations[-1].step > 0:
             untrained = run.measure.text(run.untrained)
             found.append(f"Clustering the same weights without training would give {untrained}.")
@@ -73,6 +80,9 @@ def _measured(measure: Measure, after: float, before: float | None) -> str:
     if measure is PERPLEXITY:
         original = f"; that of the original was {then}" if then else ""
         return f"The network’s perplexity on the evaluation texts is {now}, where lower is better{original}."
+    if measure is not ACCURACY:
+        original = f"; of the original it was {then}" if then else ""
+        return f"{measure.title} of the network’s answers on the evaluation examples is {now}{original}."
     original = f"; the original answered {then}" if then else ""
     return f"The network answers {now} of the evaluation examples correctly{original}."
 

@@ -20,6 +20,7 @@ from ..run_folder import (
     EvalRecord,
     HistogramRecord,
     LayersRecord,
+    Other,
     PlanFile,
     PlanRow,
     Result,
@@ -105,6 +106,11 @@ class Run:
     measure: Measure  # what was measured before and after, and at every evaluation
     before: Number  # of the uncompressed model
     measured_after: Number  # of the file
+    error_before: Number  # standard errors of these two; older runs have none
+    error_after: Number
+    examples: Number  # how many were evaluated, where that is known
+    examples_are: str  # what they are: images
+    others: list[Other]  # what was measured besides
     bytes_dense: Number
     bytes_paper: Number
     bytes_file: Number
@@ -194,7 +200,8 @@ def read(path: str | os.PathLike) -> Run:
     config = _config(folder.config, config_text)
     plan, result = cast(PlanFile, _json(folder.plan)), cast(Result, _json(folder.result))
     log = _log(folder.log)
-    measure, before, after = figures(result)
+    found = figures(result)
+    measure = found.measure
     if not result and log["eval"]:
         measure = named_measure(log["eval"][-1].get("metric"))
     command, seed = result.get("command") or config.get("command"), result.get("seed")
@@ -210,8 +217,13 @@ def read(path: str | os.PathLike) -> Run:
         plan_dense_bytes=_amount(plan.get("dense_bytes")),
         finished=bool(result.get("finished")),
         measure=measure,
-        before=number(before),
-        measured_after=number(after),
+        before=number(found.before),
+        measured_after=number(found.after),
+        error_before=_amount(found.error_before),
+        error_after=_amount(found.error_after),
+        examples=_amount(found.examples),
+        examples_are=found.unit,
+        others=[Other(other.measure, number(other.before), number(other.after)) for other in found.others],
         bytes_dense=_amount(result.get("bytes_dense")),
         bytes_paper=_amount(result.get("bytes_paper")),
         bytes_file=_amount(result.get("bytes_file")),

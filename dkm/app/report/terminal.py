@@ -20,7 +20,7 @@ def summary(path: str | os.PathLike) -> str:
 
 def _line(run: Run, label: str, figure: str, more: list[str]) -> str:
     """A line of the table, whose first column is as wide as its longest label."""
-    return f"  {label:<{len(run.measure.name) + 2}}{figure:<14}" + ", ".join(more)
+    return f"  {label:<{len(run.measure.title) + 2}}{figure:<14}" + ", ".join(more)
 
 
 def _measured(run: Run) -> str:
@@ -29,7 +29,9 @@ def _measured(run: Run) -> str:
         return ""
     more = [] if before is None else [f"was {measure.text(before)}", measure.change(before, after)]
     more += [] if run.untrained is None else [f"k-means alone {measure.amount(run.untrained)}"]
-    return _line(run, measure.name, measure.text(after), more)
+    if run.finished and run.examples:
+        more.append(f"{run.examples:,.0f} {run.examples_are}")
+    return _line(run, measure.title, measure.text(after), more)
 
 
 def _size(run: Run) -> str:

@@ -19,6 +19,7 @@ from ...plans.rows import Plan
 from ...training.distill import divergence, teacher
 from .. import report
 from ..errors import Problem, as_problems
+from ..measures import Score
 from ..processes import rank
 from ..run_folder import Checkpoint, Result, RunFolder, plan_file
 from ..settings import Settings, as_command, clustering_options
@@ -74,7 +75,6 @@ class _Run:
         self.text = self.folder.read_plan()["text"] if resume else settings.plan
         self.plan = self._known_plan()
         self.checkpoint = self._read_checkpoint() if resume else None
-        self.before = 0.0  # what the task measures, of the uncompressed model
 
     def _known_plan(self) -> Plan | None:
         """The plan, unless one has yet to be chosen for a size."""
@@ -104,13 +104,13 @@ class _Run:
         """Measure the uncompressed model, cluster it, make the folder; returns the training, ready to run."""
         settings, model, checkpoint = self.settings, self.model.eval(), self.checkpoint
         if checkpoint is None:
-            self.before = evaluate(self.stage, model).value
-            if not math.isfinite(self.before):
+            self.before = evaluate(self.stage, model)
+            if not math.isfinite(self.before.value):
                 name = self.stage.task.measure.name
-                raise Problem(f"the {name} of the uncompressed model is {self.before}: it is not a trained model")
+                raise Problem(f"the {name} of the uncompressed model is {self.before.value}: it is not a trained model")
             self.listener.measured_before(self.before, self.stage.task)
         else:
-            self.before = checkpoint["before"]
+            self.before = _score_before(checkpoint, self.stage.task.eval_count)
         samples = self._own_texts()
         if self.plan is None:
             self.listener.note(f"choosing bits and dim for {settings.target_size} by what each costs the loss ...")
@@ -160,7 +160,7 @@ class _Run:
         accelerator.wait_for_everyone()
         fresh = self.stage.build_model().model
         load(file, into=fresh)
-        after = evaluate(self.stage, fresh.to(accelerator.device).eval()).value
+        after = evaluate(self.stage, fresh.to(accelerator.device).eval())
         if self.is_main_process:
             result = self._result(after, training.elapsed())
             self.folder.write_result(result)
@@ -171,12 +171,16 @@ class _Run:
         assert written is not None  # by the first process
         return written
 
-    def _result(self, after: float, seconds: float) -> Result:
+    def _result(self, after: Score, seconds: float) -> Result:
         assert self.plan is not None  # since `start`
         dense, file_bytes = 4 * self.plan.parameters, self.folder.model.stat().st_size
-        name = self.stage.task.measure.name
+        task, before = self.stage.task, self.before
+        name = task.measure.name
         result = Result(
             metric=name,
+            unit=task.unit,
+            before=before.figures(task.measure),
+            after=after.figures(task.measure),
             bytes_dense=dense,
             bytes_paper=self.plan.bytes,
             bytes_file=file_bytes,
@@ -188,7 +192,13 @@ class _Run:
             finished=True,
             environment=_environment(self.stage.accelerator),
         )
-        return cast(Result, {f"{name}_before": self.before, f"{name}_after": after, **result})
+        return cast(Result, {f"{name}_before": before.value, f"{name}_after": after.value, **result})
+
+
+def _score_before(checkpoint: Checkpoint, examples: int) -> Score:
+    """The score of the uncompressed model; checkpoints of dkm 0.1.0 had its value alone at first."""
+    stored = checkpoint.get("score_before")
+    return Score(**stored) if stored else Score(checkpoint["before"], math.nan, examples, None, {})
 
 
 def _plan_for_size(stage: Stage, model: nn.Module) -> Plan:

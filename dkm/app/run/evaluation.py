@@ -12,9 +12,9 @@ from ...clustering.vectors import to_vectors
 from ...modelling.clustered import Clustered
 from ...modelling.parameters import parameters
 from ...training.batchnorm import recalibrate_
+from ..measures import Score
 from ..run_folder import HistogramRecord
 from ..tasks.batches import batches
-from ..tasks.metrics import Score
 from .stage import Stage
 from .stopping import Stopped
 
@@ -36,11 +36,12 @@ def evaluate(stage: Stage, model: nn.Module) -> Score:
                 break
             args, kwargs, labels = task.split(stage.move(batch))
             compared = task.compared(model(*args, **kwargs), labels)
-            metric.add(compared.logits.float(), compared.labels)
-    *sums, stops = accelerator.reduce(torch.cat([metric.sums, stopped])).tolist()
+            metric.add(compared.logits.float(), compared.labels, compared.examples)
+    totals = metric.totals(accelerator.process_index, accelerator.num_processes)
+    *added, stops = accelerator.reduce(torch.cat([totals, stopped])).tolist()
     if stops:
         raise Stopped
-    return metric.score(sums)
+    return metric.score(added)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Whoever wants to know what happens in a run."""
 
 from ...plans.rows import Plan
+from ..measures import Score
 from ..run_folder import EvalRecord, Result, StepRecord
 from ..tasks import Task
 
@@ -11,8 +12,8 @@ class Listener:
     def note(self, text: str) -> None:
         """A line of text for the user."""
 
-    def measured_before(self, value: float, task: Task) -> None:
-        """The uncompressed model was evaluated; `value` is what the task measures."""
+    def measured_before(self, score: Score, task: Task) -> None:
+        """The uncompressed model was evaluated."""
 
     def sampled(self, done: int, count: int) -> None:
         """The uncompressed language model has written so many of the texts to train on; 0 before it begins."""

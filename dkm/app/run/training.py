@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from ...training.monitor import monitor
 from ..errors import Problem
+from ..measures import Score
 from ..run_folder import Checkpoint, EvalRecord, LayersRecord, Record, RunFolder, StepRecord
 from ..tasks.batches import batches
 from .evaluation import evaluate_clustered, histograms, read_train_time_weights, recalibrate
@@ -28,7 +29,7 @@ class Training:
         model: clustered already.
         teacher: the model as it was, to learn from; or None.
         steps: of the optimizer, in the whole run.
-        before: the accuracy or perplexity of the uncompressed model, which checkpoints carry along.
+        before: the score of the uncompressed model, which checkpoints carry along.
         started: the value of `time.perf_counter()` when the run began.
     """
 
@@ -41,7 +42,7 @@ class Training:
         folder: RunFolder,
         order: Order,
         steps: int,
-        before: float,
+        before: Score,
         started: float,
         listener: Listener,
     ):
@@ -117,15 +118,18 @@ class Training:
         self._log_layers()
         for record in histograms(self.model, self.done):
             self._log(record)
-        loss = scores.snapped.loss
+        snapped, soft = scores.snapped, scores.train_time
         evaluation = EvalRecord(
             kind="eval",
             metric=self.stage.task.measure.name,
             step=self.done,
             epoch=self._epoch(),
-            soft=None if scores.train_time is None else scores.train_time.value,
-            snapped=scores.snapped.value,
-            loss=loss if math.isfinite(loss) else None,
+            soft=None if soft is None else soft.value,
+            snapped=snapped.value,
+            loss=snapped.loss if math.isfinite(snapped.loss) else None,
+            standard_error=snapped.error,
+            examples=snapped.examples,
+            more=snapped.more,
         )
         self._log(evaluation)
         self.listener.evaluated(evaluation)
@@ -204,7 +208,8 @@ class Training:
             done=self.done,
             evaluated=self.evaluated_step,
             lines=self.lines,
-            before=self.before,
+            before=self.before.value,
+            score_before=self.before._asdict(),
             seconds=self.elapsed(),
             steps=self.steps,
             world=self.accelerator.num_processes,

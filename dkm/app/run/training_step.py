@@ -107,8 +107,8 @@ class TrainingStep:
             return task.compared(model(*args, **kwargs), labels, may_be_filled_up=may_be_filled_up)
 
         with self.accelerator.autocast():
-            logits, wanted = compared(self.wrapped)
-            logits = logits.float()
+            answered = compared(self.wrapped)
+            logits, wanted = answered.logits.float(), answered.labels
             weighted_labels: list[tuple[Tensor, Tensor | float]] = [(wanted, 1.0)]
             if other is not None and share is not None:
                 weighted_labels = [(wanted, share), (wanted[other], 1 - share)]

@@ -26,7 +26,7 @@ from torch import Tensor
 from ...foundation import jsonl
 from ...foundation.atomic import Writer, write_atomically
 from ..errors import Problem, reason_of
-from ..measures import LARGEST
+from ..measures import LARGEST, Score
 from ..settings import Settings, as_toml, make, read
 from .lock import locked
 from .schema import Checkpoint, PlanFile, Record, Result, figures
@@ -123,8 +123,9 @@ class RunFolder:
         if not self.result.is_file():
             return None
         result = _read_json(self.result)
-        measure, before, after = figures(cast(Result, result))
-        needed = {f"{measure.name}_before": before, f"{measure.name}_after": after}
+        found = figures(cast(Result, result))
+        name = found.measure.name
+        needed = {f"{name}_before": found.before, f"{name}_after": found.after}
         needed |= {name: result.get(name) for name in ("bytes_dense", "bytes_file", "ratio", "seconds")}
         for name, value in needed.items():
             if not isinstance(value, int | float) or not abs(value) < LARGEST:
@@ -143,8 +144,9 @@ class RunFolder:
         numbers = ("done", "evaluated", "lines", "before", "seconds", "steps", "world")
         if (
             not isinstance(state, dict)
-            or not Checkpoint.__annotations__.keys() <= state.keys()
+            or not Checkpoint.__required_keys__ <= state.keys()
             or not all(isinstance(state[name], int | float) for name in numbers)
+            or set(state.get("score_before", Score._fields)) != set(Score._fields)
         ):
             raise Problem(f"{self.checkpoint} is not the checkpoint of a run: {_START_ANEW}")
         return cast(Checkpoint, state)

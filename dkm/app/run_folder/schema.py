@@ -1,15 +1,15 @@
 """What the files of a run folder hold.
 
-All accuracies are in percent, all sizes in bytes, all times in seconds.  A number that may be None is null in the file
-where it does not exist, or where it is not finite because the training diverged.
+All accuracies are in percent, correlations and F1 times 100, all sizes in bytes, all times in seconds.  A number that
+may be None is null in the file where it does not exist, or where it is not finite because the training diverged.
 """
 
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, cast
 
 from torch import Tensor
 
 from ...plans.rows import Plan
-from ..measures import Measure, named_measure
+from ..measures import MEASURES, Measure, named_measure
 
 # --- plan.json -----------------------------------------------------------------------------------
 
@@ -78,6 +78,9 @@ class EvalRecord(TypedDict):
     soft: float | None  # with train-time weights; None before the first step
     snapped: float | None  # with snapped weights
     loss: NotRequired[float | None]  # of the snapped weights
+    standard_error: NotRequired[float | None]  # of `snapped`, in its unit
+    examples: NotRequired[int]  # that were evaluated
+    more: NotRequired[dict[str, float]]  # other measures of the snapped weights: top5, f1, matthews, spearman
 
 
 class TensorNumbers(TypedDict):
@@ -131,11 +134,17 @@ Record = StepRecord | EvalRecord | LayersRecord | HistogramRecord
 class Result(TypedDict):
     """result.json: the figures of a finished run."""
 
-    metric: NotRequired[str]  # accuracy, also where this is missing, or perplexity; the file has the figures of one
+    metric: NotRequired[str]  # accuracy, also where this is missing, perplexity or pearson; below are those of one
     accuracy_before: NotRequired[float]
     accuracy_after: NotRequired[float]  # of the file, read back
     perplexity_before: NotRequired[float]
     perplexity_after: NotRequired[float]
+    pearson_before: NotRequired[float]
+    pearson_after: NotRequired[float]
+    unit: NotRequired[str]  # what the evaluated examples are: images
+    # All figures by name: that of `metric`, its standard_error, examples, loss; top5, f1, matthews, spearman.
+    before: NotRequired[dict[str, float | None]]
+    after: NotRequired[dict[str, float | None]]
     bytes_dense: int  # of the parameters in float32
     bytes_paper: int  # of the compressed parameters, as the paper counts
     bytes_file: int
@@ -148,19 +157,49 @@ class Result(TypedDict):
     environment: dict[str, str]
 
 
-class Figures(NamedTuple):
-    """What was measured before and after, and what that is."""
+class Other(NamedTuple):
+    """A measure besides the main one."""
 
     measure: Measure
     before: Any  # a number, where the file is one that dkm wrote
     after: Any
 
 
+class Figures(NamedTuple):
+    """What was measured before and after, and what that is."""
+
+    measure: Measure
+    before: Any  # a number, where the file is one that dkm wrote
+    after: Any
+    error_before: Any  # standard errors; None in older files
+    error_after: Any
+    examples: Any  # how many were evaluated; None in older files
+    unit: str  # what they are
+    others: list[Other]
+
+
 def figures(result: Result) -> Figures:
     """What result.json says about the model; None for what it does not have."""
-    measure = named_measure(result.get("metric"))
-    before, after = (result.get(f"{measure.name}_{when}") for when in ("before", "after"))
-    return Figures(measure, before, after)
+    measure, given = named_measure(result.get("metric")), cast(dict[str, Any], result)
+    before, after = (given.get(f"{measure.name}_{when}") for when in ("before", "after"))
+    all_before, all_after = (
+        found if isinstance(found, dict) else {} for found in (given.get("before"), given.get("after"))
+    )
+    others = [
+        Other(other, all_before.get(name), all_after[name])
+        for name, other in MEASURES.items()
+        if name in all_after and other is not measure
+    ]
+    return Figures(
+        measure,
+        before,
+        after,
+        error_before=all_before.get("standard_error"),
+        error_after=all_after.get("standard_error"),
+        examples=all_after.get("examples"),
+        unit=str(given.get("unit", "examples")),
+        others=others,
+    )
 
 
 # --- checkpoints/last.pt -------------------------------------------------------------------------
@@ -176,7 +215,8 @@ class Checkpoint(TypedDict):
     done: int  # optimizer steps
     evaluated: int  # the step of the last evaluation; -1 before the first
     lines: int  # of log.jsonl: the lines after these belong to steps that are done again
-    before: float  # the accuracy or perplexity of the uncompressed model
+    before: float  # the accuracy, perplexity or correlation of the uncompressed model
+    score_before: NotRequired[dict[str, Any]]  # all of its score
     seconds: float  # of work until here
     steps: int  # optimizer steps of the whole run
     world: int  # processes

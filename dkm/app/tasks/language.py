@@ -95,7 +95,7 @@ class LanguageTask(Task):
         if not may_be_filled_up:  # how many tokens there are is known without asking the GPU, as a CUDA graph needs it
             return Compared(logits.flatten(0, 1), wanted.flatten())
         there = wanted != NOTHING
-        return Compared(logits[there], wanted[there])
+        return Compared(logits[there], wanted[there], there.nonzero()[:, 0])
 
 
 class Texts(Dataset):

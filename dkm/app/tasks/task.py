@@ -32,6 +32,7 @@ class Compared(NamedTuple):
 
     logits: Tensor  # (rows, classes)
     labels: Tensor  # (rows,)
+    examples: Tensor | None = None  # (rows,): to which example of the batch each belongs; None: each is one
 
 
 class Task(ABC):

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import Problem
 from ..settings import Settings
 from .labels import label_ids
+from .metrics import Classification, Metric
 from .tables import TABLES, TextRow, find_table, read_table
 from .task import Task, check_that_paths_exist, held_out
 from .transformer_files import tokenizer_and_config
@@ -23,6 +25,10 @@ class TextTask(Task):
     unit: ClassVar[str] = "texts"
     default_batch_size: ClassVar[int] = 32
     default_lr: ClassVar[float] = 5e-5
+
+    def metric(self, device: torch.device) -> Metric:
+        """Accuracy; of two classes also F1 and Matthews' correlation, as for GLUE's tasks."""
+        return Classification(device, pairs=True)
 
     @classmethod
     def recognizes(cls, settings: Settings) -> bool:

@@ -133,7 +133,8 @@ def test_filling_up_changes_neither_the_loss_nor_the_perplexity(place: Path, tmp
     texts = [task.train[i] for i in range(6)]
     assert len({len(tokens) for tokens, _ in texts}) > 1
     ids, labels = task.collate(texts)
-    logits, wanted = task.compared(model(ids), labels)
+    logits, wanted, text = task.compared(model(ids), labels)
+    assert text.bincount().tolist() == [len(tokens) - 1 for tokens, _ in texts]
     alone = [F.cross_entropy(model(x[None]).logits[0, :-1], x[1:], reduction="none") for x, _ in texts]
     torch.testing.assert_close(F.cross_entropy(logits, wanted), torch.cat(alone).mean())
     same = task.collate([texts[0], texts[0]])
@@ -213,13 +214,15 @@ def test_what_is_shown(place: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     )
     result = json.loads((folder / "result.json").read_text())
     before, after = (f"{result[f'perplexity_{when}']:.2f}" for when in ("before", "after"))
-    assert f"before: perplexity {before}\n" in shown
+    assert f"before: perplexity {before} (± {result['before']['standard_error']:.2f}, " in shown
     assert "the model has written 24 of 24 texts to train on\n" in shown
     assert "(perplexity)\n" in shown
     assert f"perplexity  {before} before, {after} after\n" in shown
+    texts, error = (result["after"][name] for name in ("examples", "standard_error"))
+    assert f"measured    on {texts} texts, standard error {error:.2f}\n" in shown
     assert "%" not in shown
     assert "accuracy" not in shown
-    assert f"perplexity {after}, loss " in command("eval", str(folder))
+    assert f"perplexity {after} (± {error:.2f}, {texts} texts), loss " in command("eval", str(folder))
     summary = report.summary(folder)
     assert f"  perplexity  {after}" in summary
     assert f"was {before}" in summary

@@ -10,6 +10,7 @@ from torch import nn
 
 import dkm
 from dkm.app.errors import Problem
+from dkm.app.measures import Score
 from dkm.app.run_folder import Checkpoint, RunFolder, StepRecord, plan_file
 from dkm.app.settings import make
 from dkm.foundation import jsonl
@@ -51,6 +52,7 @@ def test_a_checkpoint_comes_back(folder: RunFolder):
     state = Checkpoint(
         model=tensors, optimizer={"state": {}}, scaler=None, codes={"w": torch.zeros(2, dtype=torch.uint8)}, done=3,
         evaluated=-1, lines=5, before=50.0, seconds=1.5, steps=7, world=1,
+        score_before=Score(50.0, 0.7, 10, None, {})._asdict(),
     )  # fmt: skip
     folder.write_checkpoint(state)
     found = folder.read_checkpoint()

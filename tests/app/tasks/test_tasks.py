@@ -54,10 +54,11 @@ def test_the_metric_adds_up_over_batches():
     whole.add(logits, labels)
     for part in range(0, 10, 4):
         parts.add(logits[part : part + 4], labels[part : part + 4])
-    accuracy, loss = whole.score(whole.sums.tolist())
-    assert accuracy == 10 * (logits.argmax(1) == labels).sum().item()
-    assert loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
-    assert parts.score(parts.sums.tolist()) == pytest.approx((accuracy, loss), rel=1e-5)
+    score, again = (metric.score(metric.totals(0, 1).tolist()) for metric in (whole, parts))
+    assert score.value == 10 * (logits.argmax(1) == labels).sum().item()
+    assert score.examples == 10
+    assert score.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
+    assert again == score._replace(loss=pytest.approx(score.loss, rel=1e-5))
 
 
 @pytest.mark.parametrize(

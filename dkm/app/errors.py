@@ -11,6 +11,10 @@ class Problem(DKMError):
     """Something that the user can put right.  The message is one sentence: what is wrong, and what to do."""
 
 
+class WriteProblem(Problem):
+    """A file of a run could not be written, for example because the disk is full.  What is there already is whole."""
+
+
 @contextlib.contextmanager
 def as_problems() -> Iterator[None]:
     """Turn the library's ValueError and TypeError into a Problem: the user gave the arguments that they are about."""

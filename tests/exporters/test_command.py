@@ -50,7 +50,7 @@ PROBLEMS = {
     ("model.dkm", "--to", "safetensors", "--option", "a"): "--option must be NAME=VALUE, got a",
     ("model.dkm", "--to", "safetensors", "--example", "1x5"): "takes no --example",
     ("absent.dkm", "--to", "safetensors"): "there is no file absent.dkm",
-    ("images", "--to", "safetensors"): "images has no model.dkm yet",
+    ("images", "--to", "safetensors"): "images is not the folder of a run",
     ("images", "--to", "safetensors", "--model", "resnet18"): "leave --model and --classes out",
     ("weights.safetensors", "--to", "safetensors"): "weights.safetensors is a safetensors file that dkm did not write",
 }

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import accelerate
 import numpy as np
 import PIL.Image
+import pytest
 import safetensors.torch
 
-from dkm.app import settings
+from dkm.app import cli, settings
 from dkm.app.own_code import load_function
 
 NETWORK = """
@@ -55,3 +57,11 @@ ORDINARY = dict(
 def flags(**options: str | None) -> list[str]:
     chosen = ORDINARY | options
     return [word for name, value in chosen.items() if value is not None for word in (settings.flag(name), value)]
+
+
+def call(*arguments: str, code: int = 0) -> None:
+    """The command, as a user types it, in this process."""
+    accelerate.state.AcceleratorState._reset_state(True)
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(arguments))
+    assert end.value.code == code

@@ -46,10 +46,9 @@ def export_command(
     is_run = source.is_dir()
     if is_run and (model is not None or classes is not None):
         raise Problem(f"{source} is a run, which knows its model: leave --model and --classes out")
-    file = RunFolder(source).model if is_run else source
+    file = RunFolder(source).read_model() if is_run else source
     if not file.is_file():
-        unfinished = f"{source} has no model.dkm yet: finish it with dkm compress --resume --out {source}"
-        raise Problem(unfinished if is_run else f"there is no file {source}")
+        raise Problem(f"there is no file {source}")
     plain: nn.Module | None = None
     given: Any = None
     if is_run and target.needs_model:

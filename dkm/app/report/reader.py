@@ -15,6 +15,7 @@ from typing import Any, cast
 from ...foundation import jsonl
 from ..errors import Problem, reason_of
 from ..measures import Measure, named_measure
+from ..places import without_places
 from ..run_folder import (
     FILES,
     EvalRecord,
@@ -205,10 +206,11 @@ def read(path: str | os.PathLike) -> Run:
     if not result and log["eval"]:
         measure = named_measure(log["eval"][-1].get("metric"))
     command, seed = result.get("command") or config.get("command"), result.get("seed")
+    command = " ".join(map(str, command)) if isinstance(command, list) else str(command) if command else ""
     model, plan_text = config.get("model"), plan.get("text")
     return Run(
         path=folder.path,
-        config_text=config_text,
+        config_text=without_places(config_text, config),
         model=str(model) if model else None,
         epochs=number(config.get("epochs")),
         plan_text=str(plan_text) if plan_text else None,
@@ -229,7 +231,7 @@ def read(path: str | os.PathLike) -> Run:
         bytes_file=_amount(result.get("bytes_file")),
         seconds=_amount(result.get("seconds")),
         seed=None if seed is None else str(seed),
-        command=" ".join(map(str, command)) if isinstance(command, list) else str(command) if command else None,
+        command=without_places(command, config) or None,
         environment=_environment(result.get("environment")),
         steps=[_step(cast(StepRecord, record)) for record in log["step"]],
         evaluations=[_evaluation(cast(EvalRecord, record)) for record in log["eval"]],

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from ... import __version__
 from ...compress import compress_
 from ...formats.dkm_file import load, save
+from ...foundation.errors import FileError
 from ...plans.language import parse_size
 from ...plans.plan import plan as make_plan
 from ...plans.rows import Plan
 from ...training.distill import divergence, teacher
 from .. import report
-from ..errors import Problem, as_problems
+from ..errors import Problem, WriteProblem, as_problems, reason_of
 from ..measures import Score
+from ..places import located
 from ..processes import rank
 from ..run_folder import Checkpoint, Result, RunFolder, plan_file
 from ..settings import Settings, as_command, clustering_options
@@ -50,6 +52,8 @@ def compress(settings: Settings, listener: Listener | None = None, *, resume: bo
                 locks.enter_context(run.folder.lock())
             try:
                 training.run()
+            except WriteProblem:  # there is room for nothing more, and the user wants to keep what there is
+                raise
             except Problem:
                 if not resume and run.is_main_process and not run.folder.checkpoint.exists():
                     run.folder.remove()  # this run has made it, and there is nothing in it to go on with
@@ -155,8 +159,8 @@ class _Run:
         """Write the file, measure it, and write the result and the report."""
         accelerator, file = self.stage.accelerator, self.folder.model
         if self.is_main_process:
-            with as_problems():  # FileError: the training diverged, or the disk is full
-                save(self.model, file, coding=self.settings.coding)
+            with as_problems():
+                self._save(file)
         accelerator.wait_for_everyone()
         fresh = self.stage.build_model().model
         load(file, into=fresh)
@@ -170,6 +174,15 @@ class _Run:
         written = self.folder.read_result()
         assert written is not None  # by the first process
         return written
+
+    def _save(self, file: Path) -> None:
+        """Write the compressed file; FileError where the training has diverged."""
+        try:
+            save(self.model, file, coding=self.settings.coding)
+        except FileError as error:
+            if isinstance(error.__cause__, OSError):
+                raise self.folder.cannot_write(file, reason_of(error.__cause__)) from None
+            raise
 
     def _result(self, after: Score, seconds: float) -> Result:
         assert self.plan is not None  # since `start`
@@ -187,7 +200,7 @@ class _Run:
             ratio=dense / file_bytes,
             seconds=seconds,
             steps=self.steps,
-            command=as_command(self.settings),
+            command=as_command(located(self.settings)),
             seed=self.settings.seed,
             finished=True,
             environment=_environment(self.stage.accelerator),

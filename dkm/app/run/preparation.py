@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Problem
+from ..places import located
 from ..run_folder import RunFolder
 from ..settings import CHANGEABLE_ON_RESUME, FIELDS, Settings, flag, make
 
@@ -30,11 +31,11 @@ def prepare(given: dict[str, Any], config: dict[str, Any], resume: bool) -> tupl
         raise Problem(f"{path} exists and is not a run of dkm: choose another --out")
     if not resume:
         raise Problem(f"{path} exists: go on with it by --resume, or choose another --out")
-    before = folder.read_settings()
+    before, same_places = located(folder.read_settings()), located(settings)
     given_names = {key.replace("-", "_") for key in (*config, *given)}
     fixed = [name for name in FIELDS if name in given_names and name not in (*CHANGEABLE_ON_RESUME, "out")]
     for name in fixed:
-        if getattr(settings, name) != getattr(before, name):
+        if getattr(same_places, name) != getattr(before, name):
             raise Problem(
                 f"{path} was started with {flag(name)} {_as_text(getattr(before, name))} and not "
                 f"{_as_text(getattr(settings, name))}: leave it out to go on, or choose another --out"

@@ -4,7 +4,7 @@
 of your own may write them as well, as examples/digits.py does, to get a report.  `folder` has the files themselves.
 """
 
-from .folder import FILES, RunFolder
+from .folder import FILES, RunFolder, run_of
 from .schema import (
     Checkpoint,
     EvalRecord,
@@ -41,4 +41,5 @@ __all__ = [
     "TotalNumbers",
     "figures",
     "plan_file",
+    "run_of",
 ]

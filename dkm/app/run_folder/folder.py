@@ -25,8 +25,9 @@ from torch import Tensor
 
 from ...foundation import jsonl
 from ...foundation.atomic import Writer, write_atomically
-from ..errors import Problem, reason_of
+from ..errors import Problem, WriteProblem, reason_of
 from ..measures import LARGEST, Score
+from ..places import located
 from ..settings import Settings, as_toml, make, read
 from .lock import locked
 from .schema import Checkpoint, PlanFile, Record, Result, figures
@@ -35,6 +36,12 @@ _START_ANEW = "start the run anew in another --out"
 _TRAIN_AGAIN = "take the file away, and --resume writes it again"
 
 FILES = ("config.toml", "plan.json", "log.jsonl", "result.json")  # what a report is made from
+
+
+def run_of(file: Path) -> "RunFolder | None":
+    """The run that a compressed file is the result of; None where it lies somewhere else."""
+    folder = RunFolder(file.parent)
+    return folder if folder.is_run() and folder.model.name == file.name else None
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,13 @@ class RunFolder:
             raise Problem(f"{self.path} is not the folder of a run: it has no config.toml")
         return make(read(self.config))
 
+    def read_model(self) -> Path:
+        """The compressed file; Problem where there is no run, or where it is not finished."""
+        self.read_settings()
+        if not self.model.is_file():
+            raise Problem(f"{self.path} has no model.dkm yet: finish it with dkm compress --resume --out {self.path}")
+        return self.model
+
     def read_plan(self) -> PlanFile:
         """plan.json, which every run has from its beginning."""
         plan = _read_json(self.plan)
@@ -154,12 +168,15 @@ class RunFolder:
     # --- writing
 
     def create(self, settings: Settings, plan: PlanFile, samples: Tensor | None = None) -> None:
-        """Make the folder with its first files: whole, or not at all.  An empty folder may be there already."""
+        """Make the folder with its first files: whole, or not at all.  An empty folder may be there already.
+
+        All paths of the settings are stored absolute, so that the run means the same in every working directory.
+        """
         partial = self.path.with_name(f".{self.path.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed at this very moment
         try:
             (partial / "checkpoints").mkdir(parents=True)
-            write_atomically(partial / self.config.name, as_toml(settings))
+            write_atomically(partial / self.config.name, as_toml(located(settings)))
             write_atomically(partial / self.plan.name, json.dumps(plan, indent=1) + "\n")
             if samples is not None:
                 write_atomically(partial / self.samples.name, safetensors.torch.save({"tokens": samples}))
@@ -174,7 +191,7 @@ class RunFolder:
         try:
             jsonl.append(self.log, dict(record))
         except OSError as error:
-            raise Problem(f"cannot write {self.log}: {reason_of(error)}") from None
+            raise self.cannot_write(self.log, reason_of(error)) from None
 
     def keep_log_lines(self, count: int) -> None:
         """Remove what was logged after the first `count` lines."""
@@ -183,11 +200,11 @@ class RunFolder:
 
     def write_plan(self, plan: PlanFile) -> None:
         """Write plan.json."""
-        _write(self.plan, json.dumps(plan, indent=1) + "\n")
+        self._write(self.plan, json.dumps(plan, indent=1) + "\n")
 
     def write_result(self, result: Result) -> None:
         """Write result.json, which says that the run is finished."""
-        _write(self.result, json.dumps(result, indent=2) + "\n")
+        self._write(self.result, json.dumps(result, indent=2) + "\n")
 
     def write_checkpoint(self, state: Checkpoint) -> None:
         """Replace the last checkpoint."""
@@ -195,9 +212,19 @@ class RunFolder:
             write_atomically(self.checkpoint, lambda stream: torch.save(state, stream))
         except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
             reason = getattr(error, "strerror", None) or "the disk may be full"
-            raise Problem(
-                f"cannot write {self.checkpoint}: {reason}; the checkpoint before it is whole, --resume"
-            ) from None
+            raise self.cannot_write(self.checkpoint, reason) from None
+
+    def _write(self, path: Path, content: str | bytes | Writer) -> None:
+        try:
+            write_atomically(path, content)
+        except OSError as error:
+            raise self.cannot_write(path, reason_of(error)) from None
+
+    def cannot_write(self, path: Path, reason: str) -> WriteProblem:
+        """The error for a file of the run that could not be written; it says from where the run can go on."""
+        start = "the last checkpoint" if self.checkpoint.is_file() else "the beginning, as there is no checkpoint yet"
+        resume = f"dkm compress --resume --out {self.path}"
+        return WriteProblem(f"cannot write {path}: {reason}; make room, and {resume} goes on from {start}")
 
     def remove_unfinished_files(self) -> None:
         """Remove what a run that was killed while it wrote has left behind."""
@@ -222,10 +249,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise Problem(f"{path} should hold a JSON object, and holds a {type(found).__name__}: {remedy}")
     return found
-
-
-def _write(path: Path, content: str | bytes | Writer) -> None:
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise Problem(f"cannot write {path}: {reason_of(error)}") from None

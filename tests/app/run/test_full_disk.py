@@ -57,8 +57,26 @@ def test_a_full_disk_at_the_log(place: Path, tmp_path: Path, monkeypatch):
 def test_a_full_disk_at_the_end(place: Path, tmp_path: Path, monkeypatch):
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda old, new: full() if Path(new).name == "model.dkm" else replace(old, new))
-    with pytest.raises(Problem, match=r"cannot write .*model\.dkm: No space left on device"):
+    with pytest.raises(Problem, match=r"model\.dkm: No space .* goes on from the last checkpoint"):
         finish(settings(place, tmp_path / "run", epochs=1))
     assert not list((tmp_path / "run").glob("*model.dkm*"))
     monkeypatch.undo()
     assert finish(settings(place, tmp_path / "run", epochs=1))["finished"]
+
+
+def test_a_full_disk_before_the_first_checkpoint(place: Path, tmp_path: Path, monkeypatch):
+    """There is no checkpoint to promise, and what was logged stays."""
+    chosen = settings(place, tmp_path / "run", epochs=1)
+    monkeypatch.setattr(torch, "save", full)
+    beginning = r"No space left on device; make room, and dkm compress --resume --out .*run goes on from the beginning"
+    with pytest.raises(Problem, match=beginning):
+        finish(chosen)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "checkpoints",
+        "config.toml",
+        "log.jsonl",
+        "plan.json",
+    }
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    monkeypatch.undo()
+    assert finish(chosen)["finished"]

@@ -104,7 +104,7 @@ class Report:
     @property
     def dense(self) -> tuple[Row, ...]:
         """The clustered tensors that were written dense."""
-        return tuple(row for row in self.rows if "/" in row.source and row.why)
+        return tuple(row for row in self.rows if "/" in row.source and row.why and row.written)
 
     def table(self, columns: int = 100) -> str:
         """A row for each tensor, at most `columns` wide where that is possible."""
@@ -116,10 +116,11 @@ class Report:
         return table([head, *lines], "<<<<><", columns, shrink_last=any(row.why for row in self.rows), spare=("shape",))
 
     def summary(self) -> str:
-        """Three lines, and one for each clustered tensor that was written dense."""
+        """Three lines, and one for each clustered tensor that was written dense, or not at all."""
         clustered = [row for row in self.rows if "/" in row.source]
-        lines = [f"{len(clustered) - len(self.dense)} of {len(clustered)} clustered tensors are written as codes"]
-        lines += [f"dense: {shown(row.name)}, {row.why}" for row in self.dense]
+        other = [row for row in clustered if row.why]
+        lines = [f"{len(clustered) - len(other)} of {len(clustered)} clustered tensors are written as codes"]
+        lines += [f"{'dense' if row.written else 'not written'}: {shown(row.name)}, {row.why}" for row in other]
         difference = f"{self.checked.difference:.2g}" if self.checked.difference else "0"
         lines += [f"largest difference from the model: {difference} (allowed {self.tolerance:g}; {self.checked.how})"]
         return "\n".join([*lines, f"{self.path}: {self.bytes:,} bytes ({size_text(self.bytes)})"])

@@ -34,7 +34,7 @@ def export_command(
     ] = None,
     tolerance: Annotated[float, typer.Option(min=0, help="how far outputs may be from the model's")] = 1e-4,
     option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="of the target (onnx: dynamic=batch); may be repeated")
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="for onnx: dynamic=batch; may be repeated")
     ] = None,
 ) -> None:
     """Write a compressed model in another format, and check it against the model."""

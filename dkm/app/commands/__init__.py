@@ -2,6 +2,6 @@
 
 # isort: off
 from .application import app
-from . import compress, evaluate, plan, inspect, export, report, recipes, demo
+from . import compress, sweep, evaluate, plan, inspect, export, report, compare, recipes, demo
 
-__all__ = ["app", "compress", "demo", "evaluate", "export", "inspect", "plan", "recipes", "report"]
+__all__ = ["app", "compare", "compress", "demo", "evaluate", "export", "inspect", "plan", "recipes", "report", "sweep"]

@@ -28,8 +28,13 @@ def compress_command(
     run_and_show(given, base | (settings.read(config) if config else {}), resume)
 
 
-def run_and_show(given: dict[str, Any], config: dict[str, Any], resume: bool = False) -> Result:
-    """A run of these settings, of which `given` win over `config`, with a screen that shows how it goes on."""
+def run_and_show(
+    given: dict[str, Any], config: dict[str, Any], resume: bool = False, *, again: str | None = None
+) -> Result:
+    """A run of these settings, of which `given` win over `config`, with a screen that shows how it goes on.
+
+    `again` is the command that goes on with it, where that is another than dkm compress.
+    """
     chosen, continues = run.prepare(given, config, resume)
     folder = RunFolder(Path(str(chosen.out)))
     finished = folder.read_result() if continues else None
@@ -43,7 +48,9 @@ def run_and_show(given: dict[str, Any], config: dict[str, Any], resume: bool = F
             return run.compress(chosen, screen, resume=continues)
         except run.Stopped:
             screen.stop()
-            if rank() == 0 and folder.is_run():
+            if again is not None:
+                say(f"stopped; go on with: {again}")
+            elif rank() == 0 and folder.is_run():
                 program = " the launcher and: -m dkm" if has_several_processes() else ": dkm"
                 say(f"stopped; go on with{program} compress --resume --out {folder.path}")
             elif rank() == 0:

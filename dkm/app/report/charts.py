@@ -104,9 +104,9 @@ def _curve(line: Line, unit: str, place: Callable[[Point], Point]) -> list[Marku
     return drawn
 
 
-def svg(height: float, drawn: Iterable[Markup], label: str) -> Markup:
+def svg(height: float, drawn: Iterable[Markup], label: str, *, width: float = WIDTH) -> Markup:
     """The picture of these elements; `label` is for readers who cannot see it."""
-    start = Markup('<svg viewBox="0 0 {} {:g}" role="img" aria-label="{}">').format(WIDTH, height, label)
+    start = Markup('<svg viewBox="0 0 {:g} {:g}" role="img" aria-label="{}">').format(width, height, label)
     return start + Markup("").join(drawn) + Markup("</svg>")
 
 

@@ -7,9 +7,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...foundation.atomic import write_atomically
+from ..errors import Problem
 from ..run_folder import RunFolder
+from . import comparison as comparisons
+from .comparison import Comparison
 from .curves import clustering_figures, training_figures
-from .headline import sentences, state, tiles
+from .headline import sentences, state, tiles, with_hard_spaces
 from .plan_table import plan_table
 from .reader import Run, read
 from .ridges import weight_figures
@@ -48,6 +51,46 @@ def page(run: Run) -> str:
         clustering=clustering_figures(run),
         plan=plan_table(run),
         facts=_facts(run),
+    )
+
+
+COMPARISON = "comparison.html"
+_MARK = b'<meta name="generator" content="dkm compare">'
+
+
+def write_comparison(comparison: Comparison, target: Path | None = None) -> Path:
+    """Write the page of a comparison, whole or not at all; returns its path.
+
+    Without `target` it goes into the folder that holds all runs, or where there is no such folder into the present one.
+    An older comparison is replaced; Problem where something else is there.
+    """
+    if target is None:
+        parents = {each.run.path.resolve().parent for each in comparison.runs}
+        target = (comparison.first.path.parent if len(parents) == 1 else Path()) / COMPARISON
+    if target.is_dir():
+        target = target / COMPARISON
+    if target.exists() and _MARK not in target.read_bytes()[:1000]:
+        raise Problem(f"{target} exists and is not a comparison that dkm wrote: choose another --out")
+    write_atomically(target, comparison_page(comparison).encode("utf-8", "replace"))
+    return target
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """The whole page of a comparison, as text."""
+    count = len(comparison.runs)
+    dates = sorted({each.run.date for each in comparison.runs if each.run.date})
+    return _templates.get_template("compare.html").render(
+        comparison=comparison,
+        style=Markup(_read("style.css")),
+        title=f"{comparison.model}, {count} runs" if comparison.model else f"{count} runs",
+        date=" to ".join({dates[0]: 0, dates[-1]: 0}) if dates else "",
+        sentences=with_hard_spaces(comparisons.sentences(comparison)),
+        measure=comparison.first.measure,
+        sizes=comparisons.size_figure(comparison),
+        columns=comparisons.columns(comparison),
+        rows=comparisons.rows(comparison),
+        reading=comparisons.READING,
+        curves=comparisons.curves(comparison),
     )
 
 

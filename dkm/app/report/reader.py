@@ -97,6 +97,7 @@ class Run:
 
     path: Path
     config_text: str
+    config: dict[str, Any]  # what config_text says
     model: str | None
     epochs: Number
     plan_text: str | None
@@ -117,6 +118,7 @@ class Run:
     bytes_file: Number
     seconds: Number
     seed: str | None
+    date: str | None  # 2026-11-19
     command: str | None
     environment: dict[str, str]
     steps: list[Step]
@@ -129,6 +131,14 @@ class Run:
         """What was compressed: `resnet18`, and of `folder/resnet18` or `file.py:resnet18` the same."""
         model = self.model or self.path.resolve().name
         return model.rstrip("/").rpartition("/")[2].rpartition(":")[2] or model
+
+    @property
+    def asked(self) -> str | None:
+        """How small it was to be: the plan as the user gave it, or the size."""
+        plan, size = self.config.get("plan"), self.config.get("target-size")
+        if size:
+            return f"{size}, {plan}" if plan else str(size)
+        return str(plan) if plan else self.plan_text
 
     @property
     def after(self) -> Number:
@@ -211,6 +221,7 @@ def read(path: str | os.PathLike) -> Run:
     return Run(
         path=folder.path,
         config_text=without_places(config_text, config),
+        config=config,
         model=str(model) if model else None,
         epochs=number(config.get("epochs")),
         plan_text=str(plan_text) if plan_text else None,
@@ -231,6 +242,7 @@ def read(path: str | os.PathLike) -> Run:
         bytes_file=_amount(result.get("bytes_file")),
         seconds=_amount(result.get("seconds")),
         seed=None if seed is None else str(seed),
+        date=str(result["date"])[:10] if "date" in result else None,
         command=without_places(command, config) or None,
         environment=_environment(result.get("environment")),
         steps=[_step(cast(StepRecord, record)) for record in log["step"]],

@@ -202,6 +202,7 @@ class _Run:
             steps=self.steps,
             command=as_command(located(self.settings)),
             seed=self.settings.seed,
+            date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             finished=True,
             environment=_environment(self.stage.accelerator),
         )

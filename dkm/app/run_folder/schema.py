@@ -153,6 +153,7 @@ class Result(TypedDict):
     steps: int
     command: str  # the command line that repeats the run
     seed: int
+    date: NotRequired[str]  # when the file was written, in UTC: 2026-11-19T14:05:33Z
     finished: bool
     environment: dict[str, str]
 

@@ -1,0 +1,89 @@
+"""dkm sweep: a run for each of several plans and sizes, and their comparison."""
+
+import gc
+import shlex
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ...foundation.errors import DKMError
+from .. import recipes, settings
+from ..errors import Problem, reason_of, say
+from ..processes import has_several_processes
+from ..sweep import SWEPT, Sweep, open_sweep
+from .application import app, with_settings
+from .compress import run_and_show
+
+
+@app.command("sweep")
+@with_settings(*(name for name in settings.FIELDS if name not in SWEPT))
+def sweep_command(
+    given: dict[str, Any],
+    plan: Annotated[
+        list[str] | None, typer.Option(help="which layers, how finely: 'cv:4/4, fc:8/4'; a run for each --plan")
+    ] = None,
+    target_size: Annotated[
+        list[str] | None, typer.Option(help="1.0MB or 40kB: choose bits and dim; a run for each --target-size")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="a .toml or .yaml file with any of the settings below")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="one of the paper's configurations; dkm recipes lists them")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with the sweep in --out: with what is not finished, or failed")
+    ] = False,
+) -> None:
+    """Run dkm compress for several plans and sizes, and compare the results."""
+    if has_several_processes():
+        raise Problem("dkm sweep runs in one process: launch dkm compress for each plan, and then dkm compare")
+    base = settings.read(recipes.path_of(recipe)) if recipe else {}
+    base |= settings.read(config) if config else {}
+    sweep = open_sweep({"plan": plan or [], "target_size": target_size or []}, given, base, resume)
+    sweep.write()
+    failures = _run_all(sweep)
+    _compare(sweep)
+    if failures:
+        raise Problem(
+            f"{len(failures)} of {len(sweep.runs())} runs failed: {', '.join(failures)}; dkm sweep --resume --out "
+            f"{shlex.quote(str(sweep.folder))} tries them again"
+        )
+
+
+def _run_all(sweep: Sweep) -> list[str]:
+    """Make the runs one after the other; returns the names of those that failed, whose reasons have been said."""
+    planned, failures = sweep.runs(), []
+    again = f"dkm sweep --resume --out {shlex.quote(str(sweep.folder))}"
+    for number, each in enumerate(planned, 1):
+        print(
+            f"\n=== {number} of {len(planned)}: {settings.flag(each.setting)} {shlex.quote(each.value)}\n", flush=True
+        )
+        own = {each.setting: each.value, "out": str(each.folder)}
+        try:
+            run_and_show(sweep.common | own, {}, resume=True, again=again)
+        except (DKMError, OSError) as error:
+            sentence = str(error) if isinstance(error, DKMError) else f"{reason_of(error)}: {error.filename}"
+        except torch.OutOfMemoryError:
+            sentence = "the GPU has too little memory: give a smaller --batch-size, or --autocast bf16"
+        else:
+            continue
+        finally:
+            gc.collect()  # the next run needs the memory of this one
+            torch.cuda.empty_cache()
+        failures.append(each.folder.name)
+        say(f"{each.folder.name}: {sentence}")
+    return failures
+
+
+def _compare(sweep: Sweep) -> None:
+    """Write and print the comparison, where there is something to compare."""
+    from .. import report
+
+    there = [each.folder for each in sweep.runs() if (each.folder / "config.toml").is_file()]
+    if len(there) < 2:
+        return
+    comparison = report.compare(there)
+    page = report.write_comparison(comparison, sweep.folder)
+    print(f"\n{report.comparison_text(comparison, shutil.get_terminal_size((100, 24)).columns)}\n\n{page}")

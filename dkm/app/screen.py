@@ -1,6 +1,7 @@
 """What a run looks like in a terminal, or in the file that the output goes to."""
 
 import textwrap
+import time
 from types import TracebackType
 from typing import Self
 
@@ -18,17 +19,19 @@ from .settings import Settings, as_toml
 from .tasks import Task
 
 LINES = 20  # of steps, over the whole training, where the output is not a terminal
+PATIENCE = 10.0  # seconds without a line, before one says how far an evaluation is
 
 
 class Screen(Listener):
     """Shows a run: progress as a bar in a terminal, elsewhere as lines.  Of several processes only the first one
     prints."""
 
-    def __init__(self, folder: RunFolder | None = None) -> None:
-        self.console = rich.console.Console(highlight=False, soft_wrap=True, quiet=rank() > 0)
+    def __init__(self, folder: RunFolder | None = None, *, to_stderr: bool = False) -> None:
+        self.console = rich.console.Console(highlight=False, soft_wrap=True, quiet=rank() > 0, stderr=to_stderr)
         self.folder = folder
         self.bar: rich.progress.Progress | None = None
-        self.sampling: rich.progress.Progress | None = None
+        self.counting: rich.progress.Progress | None = None  # what is written, or measured
+        self.last_line = time.monotonic()
         self.task = rich.progress.TaskID(0)
         self.snapped = ""  # the latest evaluation, for the bar
         self.steps = 0
@@ -46,10 +49,10 @@ class Screen(Listener):
 
     def stop(self) -> None:
         """Take the bars away."""
-        for bar in (self.bar, self.sampling):
+        for bar in (self.bar, self.counting):
             if bar is not None:
                 bar.stop()
-        self.bar = self.sampling = None
+        self.bar = self.counting = None
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -67,18 +70,30 @@ class Screen(Listener):
         self.note(f"before: {in_words(score, task)}")
 
     def sampled(self, done: int, count: int) -> None:
-        if self.console.is_terminal and self.sampling is None:
-            self.sampling = rich.progress.Progress(console=self.console, expand=True)
-            self.sampling.start()
-            self.task = self.sampling.add_task("the model writes", total=count)
-        if self.sampling is None:
-            if not done or done == count or done - self.shown_step >= count / LINES:
-                self.shown_step = done
-                self.note(f"the model has written {done:,} of {count:,} texts to train on")
+        if self._counts("the model writes", done, count):
             return
-        self.sampling.update(self.task, completed=done)
+        if not done or done == count or done - self.shown_step >= count / LINES:
+            self.shown_step = done
+            self.note(f"the model has written {done:,} of {count:,} texts to train on")
+
+    def measured(self, done: int, count: int) -> None:
+        """So many of the examples are evaluated: a bar, or a line now and then where that takes long."""
+        if not self._counts("measuring", done, count) and time.monotonic() - self.last_line > PATIENCE:
+            self.last_line = time.monotonic()
+            self.note(f"{done:,} of {count:,} examples measured")
+
+    def _counts(self, what: str, done: int, count: int) -> bool:
+        """Show it as a bar, which disappears at the end; False where there is no terminal for one."""
+        if not self.console.is_terminal:
+            return False
+        if self.counting is None:
+            self.counting = rich.progress.Progress(console=self.console, expand=True, transient=True)
+            self.counting.start()
+            self.task = self.counting.add_task(what, total=count)
+        self.counting.update(self.task, completed=done)
         if done == count:
             self.stop()
+        return True
 
     def planned(self, plan: Plan) -> None:
         kept = [row for row in plan.rows if row.bits is None]

@@ -26,15 +26,20 @@ from .errors import Problem, as_problems
 from .own_code import load_function
 
 
-def _setting(default: Any, help: str, panel: str, *, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
-    """A field of Settings: `panel` is its heading in --help; a value is one of `choices`, or at least `least`."""
-    return field(default=default, metadata=dict(help=help, panel=panel, choices=choices, least=least))
+def _setting(
+    default: Any, help: str, panel: str, *, word: str = "", choices: tuple[str, ...] = (), least: float | None = None
+) -> Any:
+    """A field of Settings.  `panel` is its heading in --help, `word` what stands for the value there, and
+    `meanings.MEANINGS` says more of some values.  A value is one of `choices`, or at least `least`."""
+    return field(default=default, metadata=dict(help=help, panel=panel, word=word, choices=choices, least=least))
 
 
-def _clustering_setting(name: str) -> Any:
-    """A field of Settings that is declared in DKMOptions."""
+def _clustering_setting(name: str, help: str, *, word: str = "") -> Any:
+    """A field of Settings whose default and limits are those of DKMOptions; the words are for the command's users."""
     declared = next(option for option in dataclasses.fields(DKMOptions) if option.name == name)
-    return field(default=declared.default, metadata=dict(declared.metadata, panel=_CLUSTERING))
+    return field(
+        default=declared.default, metadata={**declared.metadata, "help": help, "panel": _CLUSTERING, "word": word}
+    )
 
 
 _MODEL, _TRAINING, _CLUSTERING, _DATA, _RUNNING = "Model and data", "Training", "Clustering", "Reading data", "Running"
@@ -45,86 +50,125 @@ class Settings:
     """Everything that a run depends on.  Where a value is None, the run chooses it from the others and prints it."""
 
     model: str | None = _setting(
-        None, "a torchvision model, timm/NAME, a transformers folder, or FILE.py:FUNCTION", _MODEL
+        None,
+        "a name of torchvision (resnet18), timm/NAME, a folder of transformers, or a function of yours that returns "
+        "the model, FILE.py:FUNCTION",
+        _MODEL,
+        word="MODEL",
     )
-    weights: str | None = _setting(None, "a file: .safetensors, .pth or .dkm; or none, to start from random", _MODEL)
+    weights: str | None = _setting(
+        None,
+        "the trained weights: a .safetensors, .pth or .dkm file; or none, to start from random ones",
+        _MODEL,
+        word="FILE",
+    )
     data: tuple[str, ...] = _setting(
         (),
-        "a folder of class folders, .tar files of them, a .parquet, .tsv or .csv table, a text file or self (what the "
-        "model writes) for a language model, or FILE.py:FUNCTION; may be repeated",
+        "the examples: a folder with a folder of images for each class, .tar files of such folders, a .parquet, "
+        ".tsv or .csv table of texts, FILE.py:FUNCTION, or for a language model text files or self (what the model "
+        "writes); may be repeated",
         _MODEL,
+        word="PATH",
     )
-    eval_data: tuple[str, ...] = _setting((), "the same, to measure on; without: DATA/val, or a tenth of DATA", _MODEL)
-    plan: str | None = _setting(None, "which layers, how finely: 'cv:4/4, fc:8/4'", _MODEL)
+    eval_data: tuple[str, ...] = _setting(
+        (), "what to measure on, in the same forms; without: DATA/val, or a tenth of DATA", _MODEL, word="PATH"
+    )
+    plan: str | None = _setting(
+        None, "which layers become how small, such as 'cv:4/4, fc:8/4'; dkm plan shows it", _MODEL, word="PLAN"
+    )
     target_size: str | None = _setting(
-        None, "choose bits and dim within 1.0MB or 40kB, for what the plan leaves open", _MODEL
+        None, "1.0MB or 40kB: choose the bits of all layers that --plan leaves open for this size", _MODEL, word="SIZE"
     )
-    out: str | None = _setting(None, "the folder of the run; must not exist yet, or be empty", _MODEL)
-    coding: str = _setting(
-        "packed",
-        "how the file holds codes; entropy takes less space, and longer to load",
-        _MODEL,
-        choices=CODINGS,
+    out: str | None = _setting(
+        None, "the folder for the file, the report and the log; a new or empty one", _MODEL, word="FOLDER"
     )
+    coding: str = _setting("packed", "how the file holds the codes", _MODEL, choices=CODINGS)
 
-    epochs: int = _setting(10, "of training", _TRAINING, least=0)
-    batch_size: int | None = _setting(None, "in each process; without: 64 images or 32 texts", _TRAINING, least=1)
-    optimizer: str = _setting("adamw", "", _TRAINING, choices=("adamw", "adam", "sgd"))
+    epochs: int = _setting(10, "how often to train on all of the data; 0 is --no-training", _TRAINING, least=0)
+    batch_size: int | None = _setting(
+        None, "examples per step, in each process; without: 64 images or 32 texts", _TRAINING, least=1
+    )
+    optimizer: str = _setting("adamw", "what makes the steps", _TRAINING, choices=("adamw", "adam", "sgd"))
     lr: float | None = _setting(
-        None, "at its highest; without: 3e-4, 5e-5 to classify texts, 0.008 with sgd", _TRAINING, least=0
+        None,
+        "the learning rate at its highest; without: 3e-4, 5e-5 to classify texts, 0.008 with sgd",
+        _TRAINING,
+        least=0,
     )
-    schedule: str = _setting("cosine", "of the learning rate", _TRAINING, choices=("cosine", "linear", "constant"))
-    warmup: float = _setting(0.0, "the share of the training in which the learning rate rises", _TRAINING, least=0)
-    weight_decay: float = _setting(0.0, "", _TRAINING, least=0)
+    schedule: str = _setting(
+        "cosine", "how the learning rate falls", _TRAINING, choices=("cosine", "linear", "constant")
+    )
+    warmup: float = _setting(
+        0.0, "the share of the training in which the learning rate rises, such as 0.1", _TRAINING, least=0
+    )
+    weight_decay: float = _setting(0.0, "how strongly the optimizer pulls weights to 0", _TRAINING, least=0)
     momentum: float = _setting(0.9, "of sgd", _TRAINING, least=0)
-    clip: float | None = _setting(None, "the largest norm of the gradient", _TRAINING, least=0)
-    label_smoothing: float = _setting(0.0, "", _TRAINING, least=0)
-    teacher: str = _setting(
-        "none", "self: learn from the model as it was, needs no labels", _TRAINING, choices=("none", "self")
+    clip: float | None = _setting(None, "the largest norm of the gradient; without: any", _TRAINING, least=0)
+    label_smoothing: float = _setting(
+        0.0, "the share of each label that goes to all classes, such as 0.1", _TRAINING, least=0
     )
-    temperature: float = _setting(1.0, "of the teacher's distribution", _TRAINING, least=0)
+    teacher: str = _setting("none", "whom to learn from", _TRAINING, choices=("none", "self"))
+    temperature: float = _setting(
+        1.0, "of the teacher's answers; above 1, unlikely classes get more weight", _TRAINING, least=0
+    )
     label_share: float = _setting(
-        0.0, "with a teacher: the share of the loss that is from the labels", _TRAINING, least=0
+        0.0, "with a teacher: the share of the loss that comes from the labels", _TRAINING, least=0
     )
-    mixup: float = _setting(0.0, "images: mix pairs, by Beta(mixup, mixup)", _TRAINING, least=0)
+    mixup: float = _setting(
+        0.0, "of images: train on mixtures of two, by Beta(X, X), such as 0.2; 0: never", _TRAINING, least=0
+    )
     batch_norm: str = _setting(
-        "train", "frozen: re-estimate the statistics once, and train with those", _TRAINING, choices=("train", "frozen")
+        "train", "which statistics batch norm trains with", _TRAINING, choices=("train", "frozen")
     )
     recalibrate: int = _setting(
-        3200, "on how many examples to re-estimate batch norm's statistics; 0: not at all", _TRAINING, least=0
+        3200,
+        "how many examples re-estimate batch norm's statistics before each evaluation; 0: not at all",
+        _TRAINING,
+        least=0,
     )
     eval_every: int = _setting(1, "epochs from one evaluation to the next", _TRAINING, least=1)
 
-    method: str = _setting("dkm", f"how to cluster while training; {', '.join(METHODS)}", _CLUSTERING)
-    tau: str = _clustering_setting("tau")
-    eps: float = _clustering_setting("eps")
-    max_iter: int = _clustering_setting("max_iter")
-    gradient: str = _clustering_setting("gradient")
+    method: str = _setting("dkm", "how weights are clustered while they train", _CLUSTERING)
+    tau: str = _clustering_setting(
+        "tau",
+        "the temperature of dkm and gumbel: how soft the mixtures of centroids are; a unit is "
+        "a tensor's mean squared error after k-means",
+        word="TAU",
+    )
+    eps: float = _clustering_setting("eps", "iterations end when no centroid moves farther than this")
+    max_iter: int = _clustering_setting("max_iter", "iterations of k-means in one step, at most")
+    gradient: str = _clustering_setting("gradient", "how dkm's gradient goes back through its iterations")
 
-    classes: int | None = _setting(None, "outputs of the model; without: the classes of the data", _DATA, least=1)
-    image_size: int = _setting(224, "pixels, of the square that the model sees", _DATA, least=1)
+    classes: int | None = _setting(
+        None, "how many outputs the model has; without: one for each class of the data", _DATA, least=1
+    )
+    image_size: int = _setting(224, "pixels of the square that the model sees", _DATA, least=1)
     resize: int | None = _setting(
-        None, "pixels, of the shorter side before cropping; without: 8/7 of the size", _DATA, least=1
+        None, "pixels of an image's shorter side before it is cropped; without: 8/7 of --image-size", _DATA, least=1
     )
     augment: str = _setting(
-        "light",
-        "light: crops and flips at the scale of evaluation; medium, imagenet: crops of at least 35 %, 8 % of the image",
-        _DATA,
-        choices=("none", "light", "medium", "imagenet"),
+        "light", "how images are varied in training", _DATA, choices=("none", "light", "medium", "imagenet")
     )
-    text_columns: str | None = _setting(None, "one or two, 'question,sentence'; without: those that hold text", _DATA)
-    label_column: str = _setting("label", "", _DATA)
+    text_columns: str | None = _setting(
+        None, "one or two of a table, 'question,sentence'; without: those that hold text", _DATA, word="NAMES"
+    )
+    label_column: str = _setting("label", "the column of a table that has the classes", _DATA, word="NAME")
     max_length: int | None = _setting(
-        None, "tokens of a text; without: 128, of a language model 256 or what it can read", _DATA, least=1
+        None,
+        "tokens that are read of a text; without: 128, of a language model 256 or what it can read",
+        _DATA,
+        least=1,
     )
     samples: int | None = _setting(
         None, "with --data self: how many texts the model writes; without: 4096", _DATA, least=1
     )
-    workers: int = _setting(0, "processes that read data", _DATA, least=0)
+    workers: int = _setting(0, "processes that read data, besides the one that trains", _DATA, least=0)
 
-    autocast: str = _setting("no", "", _RUNNING, choices=("no", "bf16", "fp16"))
-    device: str = _setting("auto", "", _RUNNING, choices=("auto", "cpu"))
-    seed: int = _setting(0, "", _RUNNING, least=0)
+    autocast: str = _setting(
+        "no", "16-bit arithmetic: faster on a GPU, less exact", _RUNNING, choices=("no", "bf16", "fp16")
+    )
+    device: str = _setting("auto", "auto: a GPU where there is one", _RUNNING, choices=("auto", "cpu"))
+    seed: int = _setting(0, "of everything random", _RUNNING, least=0)
     checkpoint_every: float = _setting(60.0, "seconds from one checkpoint to the next", _RUNNING, least=0)
 
 

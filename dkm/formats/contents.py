@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,20 +12,120 @@ from .described import Codes, Described
 from .dkm_file import read_bytes
 from .entropy import CodeBytes, code_bytes, totals
 from .rules import Packed, read
-from .usage import usage
+from .usage import Usage, usage
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 BARS = 16  # of a histogram
 
 
 class Line(NamedTuple):
-    """A clustered tensor's cells of the table, and what it adds to the totals."""
+    """What there is to say about a clustered tensor."""
 
-    cells: tuple[str, ...]
+    each: Described
+    content: Codes
     stored: int  # bytes of its codes, in the file
     codes: CodeBytes
-    centroids: int  # bytes
-    scales: int  # bytes
+    usage: Usage
+
+    @property
+    def centroids(self) -> int:
+        """Bytes."""
+        return self.content.centroids.nbytes
+
+    @property
+    def scales(self) -> int:
+        """Bytes."""
+        return 0 if self.content.scales is None else self.content.scales.nbytes
+
+    @property
+    def bytes(self) -> int:
+        """All that the tensor takes in the file."""
+        return self.stored + self.centroids + self.scales
+
+    @property
+    def entropy(self) -> float:
+        """Bits per code."""
+        return self.usage.bound / self.each.grouping.codes
+
+    def cells(self) -> tuple[str, ...]:
+        """Of the table."""
+        groups, k = self.each.grouping.count, 2**self.content.bits
+        return (
+            shown(self.each.name),
+            "x".join(map(str, self.each.shape)) or "()",
+            self.content.spec.label,
+            f"{k}" if self.content.group is None else f"{k} x {groups}",
+            f"{self.bytes:,}",
+            *(f"{number:,}" for number in self.codes),
+            f"{self.usage.used}/{k * groups}",
+            f"{self.entropy:.2f}",
+            _histogram(self.usage.by_value),
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """As numbers."""
+        content = self.content
+        return dict(
+            name=self.each.name,
+            shape=list(self.each.shape),
+            aliases=list(self.each.aliases),
+            label=content.spec.label,
+            bits=content.bits,
+            dim=content.dim,
+            groups=self.each.grouping.count,
+            centroids=2**content.bits * self.each.grouping.count,
+            centroids_used=self.usage.used,
+            bytes=self.bytes,
+            code_bytes=self.stored,
+            centroid_bytes=self.centroids,
+            scale_bytes=self.scales,
+            packed_bytes=self.codes.packed,
+            coded_bytes=self.codes.coded,
+            entropy=self.entropy,
+            histogram=self.usage.by_value.tolist(),
+        )
+
+
+class Contents(NamedTuple):
+    """What a file holds."""
+
+    lines: list[Line]
+    others: list[Described]  # tensors that are not clustered
+    ties: int  # names that are another one's tensor
+    bytes_file: int
+    bytes_dense: int  # of the tensors of the model, in its own precision
+
+
+def read_contents(path: str | os.PathLike[str]) -> Contents:
+    """What a file holds; FileError for every file that `dkm.load` refuses."""
+    data = read_bytes(Path(path))
+    contents = read(data, str(path))
+    lines, others = [], []
+    for each in contents.tensors():
+        if isinstance(each.content, Codes):
+            stored = contents.entries[each.name].content
+            assert isinstance(stored, Packed)
+            lines.append(_line(each, each.content, stored))
+        else:
+            others.append(each)
+    dense = sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values())
+    return Contents(lines, others, len(contents.ties), len(data), dense)
+
+
+def figures(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file holds as numbers, which JSON can hold.  FileError for every file that `dkm.load` refuses."""
+    lines, others, ties, size, dense = read_contents(path)
+    kept = [
+        dict(name=each.name, shape=list(each.shape), aliases=list(each.aliases), bytes=_nbytes(each)) for each in others
+    ]
+    return dict(
+        bytes_file=size,
+        bytes_dense=dense,
+        ratio=dense / size,
+        tied_names=ties,
+        clustered=[line.figures() for line in lines],
+        kept=kept,
+    )
 
 
 def describe(path: str | os.PathLike[str], columns: int = 100) -> str:
@@ -38,53 +138,35 @@ def describe(path: str | os.PathLike[str], columns: int = 100) -> str:
     largest, in at most 16 bars; a dot is a bar that nothing uses.  FileError for every file that `dkm.load`
     refuses; names are escaped.
     """
-    data = read_bytes(Path(path))
-    contents = read(data, str(path))
-    lines, others = [], []
-    for each in contents.tensors():
-        if isinstance(each.content, Codes):
-            stored = contents.entries[each.name].content
-            assert isinstance(stored, Packed)
-            lines.append(_line(each, each.content, stored))
-        else:
-            others.append(each.content.nbytes)
+    lines, others, tied, size, dense = read_contents(path)
     head = ("tensor", "shape", "b/d", "k", "bytes", *CodeBytes._fields, "used", "entropy", "codes")
     spare = ("bound", "packed", "k", "shape", "coded")
     codes = sum(line.stored for line in lines)
     centroids, scales = sum(line.centroids for line in lines), sum(line.scales for line in lines)
     scaled = f", scales {scales:,} bytes" if scales else ""
-    kept = sum(others)
-    dense = sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values())
-    ties = f"; {len(contents.ties)} tied names" if contents.ties else ""
+    kept = sum(map(_nbytes, others))
+    ties = f"; {tied} tied names" if tied else ""
     return "\n".join(
         [
-            table([head, *(line.cells for line in lines)], "<<>>>>>>>><", columns, spare=spare),
+            table([head, *(line.cells() for line in lines)], "<<>>>>>>>><", columns, spare=spare),
             "",
             f"{len(lines)} clustered tensors; codes {codes:,} bytes, centroids {centroids:,} bytes{scaled}",
             f"codes: {totals(line.codes for line in lines)}",
             f"{len(others)} other tensors, {kept:,} bytes{ties}",
-            f"{len(data):,} bytes in all, {dense / len(data):.1f} times smaller than the {dense:,} bytes of the model",
+            f"{size:,} bytes in all, {dense / size:.1f} times smaller than the {dense:,} bytes of the model",
         ]
     )
 
 
+def _nbytes(kept: Described) -> int:
+    assert isinstance(kept.content, Tensor)
+    return kept.content.nbytes
+
+
 def _line(each: Described, content: Codes, stored: Packed) -> Line:
-    groups, k, use, codes = each.grouping.count, 2**content.bits, usage(each), len(stored.codes.data)
+    use, codes = usage(each), len(stored.codes.data)
     taken = code_bytes(each, use)
-    taken = taken._replace(coded=codes) if stored.coded else taken
-    centroids, scales = content.centroids.nbytes, 0 if content.scales is None else content.scales.nbytes
-    cells = (
-        shown(each.name),
-        "x".join(map(str, each.shape)) or "()",
-        content.spec.label,
-        f"{k}" if content.group is None else f"{k} x {groups}",
-        f"{codes + centroids + scales:,}",
-        *(f"{number:,}" for number in taken),
-        f"{use.used}/{k * groups}",
-        f"{use.bound / each.grouping.codes:.2f}",
-        _histogram(use.by_value),
-    )
-    return Line(cells, codes, taken, centroids, scales)
+    return Line(each, content, codes, taken._replace(coded=codes) if stored.coded else taken, use)
 
 
 def _histogram(counts: Tensor) -> str:

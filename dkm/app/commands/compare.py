@@ -6,16 +6,19 @@ from typing import Annotated
 
 import typer
 
-from .application import app
+from .application import command
 
 
-@app.command("compare")
+@command("compare", "dkm compare runs", "dkm compare run other-run --out comparison.html")
 def compare_command(
     folders: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="folders of runs, or folders that hold several")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="the page to write; without: comparison.html in the folder that holds the runs")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="the page to write; without: comparison.html in the folder that holds the runs"
+        ),
     ] = None,
 ) -> None:
     """Compare runs: a table, and a page with accuracy against size and all curves."""

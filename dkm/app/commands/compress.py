@@ -6,26 +6,80 @@ from typing import Annotated, Any
 import typer
 
 from .. import recipes, run, settings
-from ..errors import say
+from ..errors import Problem, say
 from ..processes import has_several_processes, rank
 from ..run_folder import Result, RunFolder
 from ..screen import Screen
-from .application import app, with_settings
+from .application import command, with_settings
+
+Config = Annotated[Path | None, typer.Option(metavar="FILE", help="a .toml or .yaml file with any of these settings")]
+Recipe = Annotated[
+    str | None, typer.Option(metavar="NAME", help="one of the paper's configurations; dkm recipes lists them")
+]
+NoTraining = Annotated[
+    bool,
+    typer.Option("--no-training", help="k-means of the trained weights and no more: takes seconds, loses accuracy"),
+]
 
 
-@app.command("compress")
+@command(
+    "compress",
+    "dkm compress --model resnet18 --weights resnet18.pth --data images --plan cv:4/4,fc:8/4 --out run",
+    "dkm compress --model resnet18 --weights resnet18.pth --data images --target-size 2MB --out small",
+    "dkm compress --model bert-folder --data reviews.csv --plan all:3 --no-training --out quick",
+    "dkm compress --recipe resnet18-6-8 --weights resnet18.pth --data imagenet --out paper",
+    "dkm compress --resume --out run",
+)
 @with_settings(*settings.FIELDS)
 def compress_command(
     given: dict[str, Any],
-    config: Annotated[Path | None, typer.Option(help="a .toml or .yaml file with any of the settings below")] = None,
-    recipe: Annotated[
-        str | None, typer.Option(help="one of the paper's configurations; dkm recipes lists them")
-    ] = None,
+    config: Config = None,
+    recipe: Recipe = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out, if there is one")] = False,
+    no_training: NoTraining = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="check and show everything up to the training, and write nothing")
+    ] = False,
 ) -> None:
-    """Train a model with clustered weights; write the small file and a report."""
+    """Train a model with clustered weights; write the small file and a report.
+
+    All weights of a layer come to share a few values, so that the file needs only a short code for each weight (or
+    for a few weights together) and a small table. The output uses these words:
+
+      plan        which layers become how small. cv:4/4 gives convolutions
+                  codes of 4 bits, one for every 4 weights: 1 bit per weight.
+                  cv:2 has 2 bits for each weight, all:3 means every layer.
+                  fc is the last layer; docs/plan.md has the other words.
+      centroids   the values in the table, 2^4 = 16 for codes of 4 bits; in
+                  4/4, each is a vector of 4 weights
+      train-time  the weights that the network computes with while it trains:
+                  soft mixtures of the centroids
+      snapped     the weights of the file: each is its nearest centroid
+      k-means     the centroids before any training; --no-training stops there
+    """
     base = settings.read(recipes.path_of(recipe)) if recipe else {}
-    run_and_show(given, base | (settings.read(config) if config else {}), resume)
+    base |= settings.read(config) if config else {}
+    given = without_training(given) if no_training else given
+    if dry_run:
+        _rehearse(given, base, resume)
+    else:
+        run_and_show(given, base, resume)
+
+
+def without_training(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings that `--no-training` makes of those that were given."""
+    if given.get("epochs"):
+        raise Problem(f"--no-training and --epochs {given['epochs']} contradict each other: leave one of them out")
+    return given | {"epochs": 0}
+
+
+def _rehearse(given: dict[str, Any], config: dict[str, Any], resume: bool) -> None:
+    chosen, continues = run.prepare(given, config, resume)
+    if continues:
+        raise Problem(f"--dry-run is about a run that has yet to begin, and there is one in {chosen.out}")
+    with Screen() as screen:
+        screen.settings(chosen)
+        run.rehearse(chosen, screen)
 
 
 def run_and_show(

@@ -11,14 +11,15 @@ from ...foundation.atomic import write_atomically
 from .. import demo, settings
 from ..errors import Problem
 from ..screen import Screen
-from .application import app
+from .application import command
 from .compress import run_and_show
 
 
-@app.command("demo")
+@command("demo", "dkm demo", "dkm demo --out my-first-run")
 def demo_command(
     out: Annotated[
-        Path | None, typer.Option(help="the folder for all of it, a new one; without: dkm-demo-output")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="the folder for all of it, a new one; without: dkm-demo-output"),
     ] = None,
 ) -> None:
     """Draw 300 pictures, train a network on them, compress it.  Under a minute; needs no data."""

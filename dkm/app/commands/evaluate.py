@@ -9,12 +9,17 @@ from .. import run, settings
 from ..errors import Problem
 from ..run_folder import RunFolder, run_of
 from ..screen import Screen, in_words
-from .application import app, with_settings
+from .application import AsJSON, command, print_json, with_settings
 
 _NEEDED = {"model": "NAME", "data": "FOLDER"}  # to measure weights that no run tells about
 
 
-@app.command("eval")
+@command(
+    "eval",
+    "dkm eval run",
+    "dkm eval run/model.dkm --json",
+    "dkm eval --model resnet18 --weights resnet18.pth --data images",
+)
 @with_settings(
     *("model", "weights", "data", "eval_data", "classes", "image_size", "resize", "text_columns", "label_column"),
     *("max_length", "batch_size", "workers", "autocast", "device"),
@@ -23,15 +28,23 @@ def eval_command(
     given: dict[str, Any],
     source: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN]", help="a run: its file, model and data; or the .dkm file of one"),
+        typer.Argument(metavar="RUN", help="a run: its file, model and data; or the .dkm file of one"),
     ] = None,
+    as_json: AsJSON = False,
 ) -> None:
-    """The accuracy or perplexity of a run's file, or of any weights: --model NAME --weights FILE --data FOLDER."""
+    """Measure the accuracy or perplexity of a run's file, or of any weights.
+
+    A run knows its model and its data; flags win over these. Without a run, give --model, --weights and --data.
+    """
     chosen = settings.make({} if source is None else _of_source(source, given), given)
-    with Screen() as screen:
+    with Screen(to_stderr=as_json) as screen:
         stage, model = run.open_stage(chosen, screen)
-        score = run.evaluate(stage, model.eval())
-        screen.note(f"{in_words(score, stage.task)}, loss {score.loss:.4f}")
+        score = run.evaluate(stage, model.eval(), screen.measured)
+        screen.stop()
+        if as_json:
+            print_json({"metric": stage.task.measure.name, "unit": stage.task.unit} | score.figures(stage.task.measure))
+        else:
+            screen.note(f"{in_words(score, stage.task)}, loss {score.loss:.4f}")
 
 
 def _of_source(source: Path, given: dict[str, Any]) -> dict[str, Any]:

@@ -16,28 +16,48 @@ from ..own_code import load_function
 from ..run_folder import RunFolder
 from ..screen import Screen
 from ..tasks.batches import batches
-from .application import app
+from .application import command
 
 WORDS = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 
 
-@app.command("export")
+@command(
+    "export",
+    "dkm export run --to safetensors",
+    "dkm export run/model.dkm --to onnx --model resnet18 --option dynamic=batch --out resnet18.onnx",
+)
 def export_command(
     source: Annotated[Path, typer.Argument(metavar="FILE_OR_RUN", help="a .dkm file, or the folder of a run")],
-    to: Annotated[str, typer.Option(help=", ".join(TARGETS))],
-    out: Annotated[Path | None, typer.Option(help="where to write; without: beside the .dkm file")] = None,
-    model: Annotated[str | None, typer.Option(help="as for compress --model; a run knows its own")] = None,
-    classes: Annotated[int | None, typer.Option(min=1, help="outputs of --model; without: its own")] = None,
+    to: Annotated[str, typer.Option(metavar="|".join(TARGETS), help="the format")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="where to write; without: beside the .dkm file")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="as for compress --model; a run knows its own")
+    ] = None,
+    classes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="outputs of --model; without: its own")
+    ] = None,
     example: Annotated[
         str | None,
-        typer.Option(help="an input: a shape such as 1x3x224x224, or FILE.py:FUNCTION; a run takes one of its data"),
+        typer.Option(
+            metavar="INPUT",
+            help="an input to check the result with: a shape such as 1x3x224x224, or FILE.py:FUNCTION; a run takes one "
+            "of its data",
+        ),
     ] = None,
-    tolerance: Annotated[float, typer.Option(min=0, help="how far outputs may be from the model's")] = 1e-4,
+    tolerance: Annotated[
+        float, typer.Option(min=0, metavar="X", help="how far outputs may be from the model's [default: 0.0001]")
+    ] = 1e-4,
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="for onnx: dynamic=batch; may be repeated")
     ] = None,
 ) -> None:
-    """Write a compressed model in another format, and check it against the model."""
+    """Write a compressed model in another format, and check it against the model.
+
+    safetensors has dense weights, for any program; onnx is for onnxruntime, and coreml for Apple's devices: both stay
+    about as small as the .dkm file.
+    """
     with as_problems():
         options = _options(to, option or [])
         target = named(to, options)

@@ -7,18 +7,18 @@ import typer
 
 from ...foundation.text import table
 from .. import recipes
-from .application import app
+from .application import command
 
 WIDEST = 1000  # columns: a name is not shortened, because it is to be typed
 
 
-@app.command("recipes")
+@command("recipes", "dkm recipes resnet", "dkm recipes resnet18-6-8")
 def recipes_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="a recipe, to print its file; or a part of several names")
+        str | None, typer.Argument(metavar="NAME", help="a recipe, to print its file; or a part of several names")
     ] = None,
 ) -> None:
-    """The paper's configurations and what each gave in the paper, or the file of one."""
+    """List the paper's configurations and what each gave in the paper, or print the file of one."""
     if name in recipes.RECIPES:
         print(recipes.path_of(name).read_text(encoding="utf-8"), end="")
         return

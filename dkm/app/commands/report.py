@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from ..run_folder import RunFolder
-from .application import app
+from .application import command
 
 
-@app.command("report")
+@command("report", "dkm report run", "dkm report runs/cv-4-4")
 def report_command(folder: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a run")]) -> None:
     """Write the report of a run again, of an unfinished one too."""
     from .. import report

@@ -3,7 +3,6 @@
 import gc
 import shlex
 import shutil
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -14,33 +13,52 @@ from .. import recipes, settings
 from ..errors import Problem, reason_of, say
 from ..processes import has_several_processes
 from ..sweep import SWEPT, Sweep, open_sweep
-from .application import app, with_settings
-from .compress import run_and_show
+from .application import command, with_settings
+from .compress import Config, NoTraining, Recipe, run_and_show, without_training
 
 
-@app.command("sweep")
+@command(
+    "sweep",
+    "dkm sweep --model resnet18 --weights resnet18.pth --data images --plan all:4/4 --plan all:2 --out runs",
+    "dkm sweep --model resnet18 --weights resnet18.pth --data images --target-size 1MB --out runs",
+    "dkm sweep --resume --target-size 2MB --out runs",
+)
 @with_settings(*(name for name in settings.FIELDS if name not in SWEPT))
 def sweep_command(
     given: dict[str, Any],
     plan: Annotated[
-        list[str] | None, typer.Option(help="which layers, how finely: 'cv:4/4, fc:8/4'; a run for each --plan")
+        list[str] | None,
+        typer.Option(
+            rich_help_panel="Model and data",
+            metavar="PLAN",
+            help="which layers become how small, 'cv:4/4, fc:8/4'; a run for each --plan",
+        ),
     ] = None,
     target_size: Annotated[
-        list[str] | None, typer.Option(help="1.0MB or 40kB: choose bits and dim; a run for each --target-size")
+        list[str] | None,
+        typer.Option(
+            rich_help_panel="Model and data",
+            metavar="SIZE",
+            help="1.0MB or 40kB: choose the bits for it; a run for each --target-size",
+        ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="a .toml or .yaml file with any of the settings below")] = None,
-    recipe: Annotated[
-        str | None, typer.Option(help="one of the paper's configurations; dkm recipes lists them")
-    ] = None,
+    config: Config = None,
+    recipe: Recipe = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="go on with the sweep in --out: with what is not finished, or failed")
     ] = False,
+    no_training: NoTraining = False,
 ) -> None:
-    """Run dkm compress for several plans and sizes, and compare the results."""
+    """Run dkm compress for several plans and sizes, and compare the results.
+
+    Each --plan and each --target-size is a run in a folder of its own. All other flags are those of dkm compress,
+    whose help explains the words.
+    """
     if has_several_processes():
         raise Problem("dkm sweep runs in one process: launch dkm compress for each plan, and then dkm compare")
     base = settings.read(recipes.path_of(recipe)) if recipe else {}
     base |= settings.read(config) if config else {}
+    given = without_training(given) if no_training else given
     sweep = open_sweep({"plan": plan or [], "target_size": target_size or []}, given, base, resume)
     sweep.write()
     failures = _run_all(sweep)

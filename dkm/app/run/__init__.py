@@ -1,7 +1,7 @@
 """A whole run: a trained model, data and settings -> a folder with the compressed file and how it came about.
 
     preparation    settings from flags and files, and whether there is a run to resume
-    compression    `compress`, the whole run from its settings to its result
+    compression    `compress`, the whole run from its settings to its result; `rehearse`, its beginning alone
     stage          where to compute and on what: the device, the processes, the data
     order          which examples each step sees
     training       the training loop
@@ -16,11 +16,11 @@ Everything random is drawn from a seed that is computed from the settings' seed 
 random state, and a run that was killed and resumed ends in the same bytes.
 """
 
-from .compression import compress
+from .compression import compress, rehearse
 from .evaluation import evaluate
 from .listener import Listener
 from .preparation import prepare
 from .stage import Stage, open_stage
 from .stopping import Stopped
 
-__all__ = ["Listener", "Stage", "Stopped", "compress", "evaluate", "open_stage", "prepare"]
+__all__ = ["Listener", "Stage", "Stopped", "compress", "evaluate", "open_stage", "prepare", "rehearse"]

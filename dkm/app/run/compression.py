@@ -26,6 +26,7 @@ from ..processes import rank
 from ..run_folder import Checkpoint, Result, RunFolder, plan_file
 from ..settings import Settings, as_command, clustering_options
 from ..tasks import LanguageTask
+from ..tasks.batches import batches
 from .evaluation import evaluate
 from .listener import Listener
 from .sampling import write_texts
@@ -59,6 +60,16 @@ def compress(settings: Settings, listener: Listener | None = None, *, resume: bo
                     run.folder.remove()  # this run has made it, and there is nothing in it to go on with
                 raise
         return run.finish(training)
+
+
+def rehearse(settings: Settings, listener: Listener) -> None:
+    """All of a run that comes before the training, with one batch of each kind: what is wrong raises Problem, and
+    nothing is written."""
+    run = _Run(settings, listener, resume=False)
+    run.folder.check_place()
+    with stop_requests() as requested:
+        run.stage.stop_requested = requested
+        run.rehearse()
 
 
 class _Run:
@@ -140,6 +151,30 @@ class _Run:
         if checkpoint is not None:
             training.restore(checkpoint)
         return training
+
+    def rehearse(self) -> None:
+        """Read and compute what the training begins with, and say what it would be."""
+        settings, stage, task = self.settings, self.stage, self.stage.task
+        first = list(range(min(stage.batch_size, task.eval_count)))
+        for batch in batches(task, task.eval, [[(0, i) for i in first]], settings):
+            args, kwargs, labels = task.split(stage.move(batch))
+            with torch.no_grad(), stage.accelerator.autocast():
+                compared = task.compared(self.model.eval()(*args, **kwargs), labels)
+            task.metric(stage.accelerator.device).add(compared.logits.float(), compared.labels, compared.examples)
+        own = isinstance(task, LanguageTask) and task.own is not None
+        if not own:
+            next(stage.sample(stage.batch_size))
+        if self.plan is not None:
+            with as_problems():
+                compress_(self.model, self.plan, method=settings.method, **clustering_options(settings, self.steps))
+            self.listener.planned(self.plan)
+        else:
+            self.listener.note(f"the run begins by choosing the plan for {settings.target_size}")
+        texts = f"{self.order.examples:,} texts that the model writes" if own else f"{task.train_count:,} {task.unit}"
+        self.listener.note(
+            f"{self.steps:,} steps on {texts}, {stage.batch_size} in each; {task.eval_count:,} to measure with"
+        )
+        self.listener.note(f"all of this can be run; nothing was written to {settings.out}")
 
     def _own_texts(self) -> Tensor | None:
         """Let the uncompressed language model write the texts to train on, once: a resumed run reads them."""

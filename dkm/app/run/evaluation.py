@@ -1,5 +1,6 @@
 """Evaluation: of any model, and of a clustered model while it trains."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,21 +23,26 @@ BINS = 60  # of a histogram
 
 
 @torch.no_grad()
-def evaluate(stage: Stage, model: nn.Module) -> Score:
-    """The score of a model on all evaluation examples, over all processes.  Leaves the model's modes as they are."""
+def evaluate(stage: Stage, model: nn.Module, progress: Callable[[int, int], None] | None = None) -> Score:
+    """The score of a model on all evaluation examples, over all processes.  Leaves the model's modes as they are.
+
+    After each batch, `progress` gets the number of examples that this process has evaluated, and of those it will.
+    """
     accelerator, task = stage.accelerator, stage.task
     mine = range(accelerator.process_index, task.eval_count, accelerator.num_processes)
     keys = [[(0, i) for i in mine[at : at + stage.batch_size]] for at in range(0, len(mine), stage.batch_size)]
     metric = task.metric(accelerator.device)
     stopped = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
     with parametrize.cached(), accelerator.autocast():  # the weights do not change: cluster them once
-        for batch in batches(task, task.eval, keys, stage.settings):
+        for number, batch in enumerate(batches(task, task.eval, keys, stage.settings), 1):
             if stage.check_for_stop():
                 stopped.fill_(1)
                 break
             args, kwargs, labels = task.split(stage.move(batch))
             compared = task.compared(model(*args, **kwargs), labels)
             metric.add(compared.logits.float(), compared.labels, compared.examples)
+            if progress is not None:
+                progress(min(number * stage.batch_size, len(mine)), len(mine))
     totals = metric.totals(accelerator.process_index, accelerator.num_processes)
     *added, stops = accelerator.reduce(torch.cat([totals, stopped])).tolist()
     if stops:

@@ -167,6 +167,12 @@ class RunFolder:
 
     # --- writing
 
+    def check_place(self) -> None:
+        """Raise Problem where the folder could not be made."""
+        above = next(path for path in self.path.absolute().parents if path.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise Problem(f"cannot make the folder {self.path}: {above} is not a folder that you may write to")
+
     def create(self, settings: Settings, plan: PlanFile, samples: Tensor | None = None) -> None:
         """Make the folder with its first files: whole, or not at all.  An empty folder may be there already.
 

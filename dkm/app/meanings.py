@@ -1,0 +1,41 @@
+"""What the values of some settings mean, in a few words each: for --help."""
+
+MEANINGS: dict[str, dict[str, str]] = {
+    "coding": {
+        "packed": "as many bits for each code as the plan says",
+        "entropy": "fewer bits for frequent codes: the same weights in a smaller file, which loads more slowly",
+    },
+    "teacher": {
+        "none": "from the labels",
+        "self": "from the model as it was before; needs no labels, and few examples",
+    },
+    "batch_norm": {
+        "train": "those of each batch",
+        "frozen": "those of the clustered model at the start; for very small batches",
+    },
+    "method": {
+        "dkm": "the paper's: each weight is a mixture of centroids that hardens",
+        "hard": "k-means at every step, without mixtures",
+        "gumbel": "like dkm, with mixtures that are drawn at random",
+        "dc": "Deep Compression: k-means once, then only the centroids train",
+        "quant_noise": "a random part of the weights is snapped at every step",
+    },
+    "tau": {
+        "auto": "falls during the training, from 2 to 0.1 units; nothing to tune",
+        "5e-5": "a number: this temperature all the time; the paper has 5e-6 to 4e-4",
+        "geometric:3:0.05": "from 3 to 0.05 units; linear and cosine take the same numbers",
+        "constant:1": "one unit all the time",
+        "learn": "trained like a weight; for experiments only",
+    },
+    "gradient": {
+        "unrolled": "through every iteration, as in the paper",
+        "last": "through the last iteration alone: faster, less exact",
+        "implicit": "as if the iterations had come to rest: solves a system of equations",
+    },
+    "augment": {
+        "none": "not at all",
+        "light": "flips, and crops at the scale of evaluation",
+        "medium": "flips, and crops of at least 35 % of the image",
+        "imagenet": "flips, and crops of at least 8 % of the image",
+    },
+}

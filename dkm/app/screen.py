@@ -106,6 +106,8 @@ class Screen(Listener):
         self.steps = steps
         self.shown_step = done
         self.pace = Pace(done, steps, steps_per_epoch * self.eval_every)
+        if not steps:
+            return  # --no-training
         beginning = f"from step {done:,} of " if done else ""
         self.note(f"{beginning}{steps:,} steps, learning rate {lr:g}")
         if self.console.is_terminal:

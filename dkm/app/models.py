@@ -107,12 +107,19 @@ def _named(name: str, weights: str | None, classes: int | None) -> nn.Module:
     plain = name.removeprefix("timm/")
     if timm is not None and timm.is_model(plain):
         return timm.create_model(plain, pretrained=False, **options)
-    known = ["mobilenet_v1", *torchvision.models.list_models(torchvision.models), *(timm.list_models() if timm else ())]
+    known = [*known_names(), *(timm.list_models() if timm else ())]
     close = difflib.get_close_matches(plain, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise Problem(
         f"there is no model '{name}': {hint}give one of torchvision or timm, a transformers folder, or FILE.py:FUNCTION"
     )
+
+
+def known_names() -> list[str]:
+    """The names of models that need nothing but torchvision."""
+    import torchvision
+
+    return ["mobilenet_v1", *torchvision.models.list_models(torchvision.models)]
 
 
 def pixels(name: str) -> Pixels:

@@ -37,7 +37,8 @@ def page_of(name: str, capsys: pytest.CaptureFixture) -> str:
 def examples_on(page: str) -> list[list[str]]:
     """The command lines as words, put together where they go on in the next line."""
     (_, text) = page.split("\nExamples:\n")
-    return [shlex.split(line) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    lines = [line.partition(" > ")[0] for line in text.replace("\\\n", " ").splitlines()]  # not where it is written to
+    return [shlex.split(line) for line in lines if line.strip()]
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
@@ -84,6 +85,22 @@ def test_the_examples_are_understood(name: str, capsys: pytest.CaptureFixture):
             settings.make({"target_size": sizes[0]} if isinstance(sizes, list) and sizes else {}, given)
         if values.get("recipe"):
             assert values["recipe"] in recipes.RECIPES
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_command_lines_of_the_documentation_are_understood():
+    """Those in the blocks that a reader copies: their flags exist."""
+    blocks = [block for page in PAGES for block in re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.S | re.M)]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    found = [shlex.split(re.split(r" [>|] ", line)[0], comments=True) for line in lines if line.startswith("dkm ")]
+    assert len(found) >= 15
+    for _, command, *words in found:
+        if words[-1:] != ["..."]:
+            parsed = ALL.get_command(ALL.make_context("dkm", [], resilient_parsing=True), command)
+            parsed.make_context(command, words)
 
 
 def test_the_wider_page_is_not_wider_than_can_be_read(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):

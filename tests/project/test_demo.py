@@ -14,6 +14,7 @@ import dkm
 from dkm.foundation import jsonl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
@@ -37,6 +38,16 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert [round(result.plan.bits_per_weight) for result in results] == [2, 1]
     assert len(dkm.load(output / "2-1" / "model.dkm")["conv3.weight"].unique()) == 4
     assert len(dkm.load(output / "4-4" / "model.dkm")["conv3.weight"].view(-1, 4).unique(dim=0)) <= 16
+
+    # the documentation has these sizes, which depend on no training
+    rows = {
+        "bits per clustered weight, with the centroids": ["32", *(f"{r.plan.bits_per_weight:.2f}" for r in results)],
+        "bytes of all parameters, as the paper counts": ["753,576", *(f"{r.plan.bytes:,}" for r in results)],
+        "the file on disk, bytes": ["756,584", *(f"{r.size.file_bytes:,}" for r in results)],
+    }
+    assert (output / "digits.safetensors").stat().st_size == 756_584
+    for title, values in rows.items():
+        assert f"\n| {' | '.join([title, *values])} |\n" in BENCHMARKS.read_text(encoding="utf-8")
 
     # each has a report, and nothing is missing in it
     for result in results:

@@ -2,6 +2,19 @@
 
 # isort: off
 from .application import app
-from . import compress, sweep, evaluate, plan, inspect, export, report, compare, recipes, demo
+from . import compress, sweep, evaluate, plan, inspect, export, report, compare, recipes, demo, completion
 
-__all__ = ["app", "compare", "compress", "demo", "evaluate", "export", "inspect", "plan", "recipes", "report", "sweep"]
+__all__ = [
+    "app",
+    "compare",
+    "completion",
+    "compress",
+    "demo",
+    "evaluate",
+    "export",
+    "inspect",
+    "plan",
+    "recipes",
+    "report",
+    "sweep",
+]

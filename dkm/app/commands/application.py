@@ -69,12 +69,13 @@ def _parameter(name: str) -> inspect.Parameter:
     """The flag of a setting, as a parameter of a function that typer makes a command of."""
     declared, kind = settings.FIELDS[name], settings.kind(name)
     rules, default = declared.metadata, declared.default
-    word = rules["word"] or "|".join(rules["choices"]) or {str: "NAME", int: "N", float: "X"}[kind]
-    if name in MEANINGS and len(word) > LONGEST_WORD:
+    word = rules["word"] or "|".join(rules["choices"]) or {str: "NAME", int: "N", float: "X"}.get(kind)
+    if word and name in MEANINGS and len(word) > LONGEST_WORD:
         word = "WORD"  # the words are listed below it
     option = typer.Option(
         settings.flag(name),
-        help=rules["help"] + (f" [default: {_as_typed(default)}]" if default not in (None, ()) else ""),
+        help=rules["help"]
+        + (f" [default: {_as_typed(default)}]" if default is not False and default not in (None, ()) else ""),
         rich_help_panel=rules["panel"],
         metavar=word,
         show_default=False,

@@ -26,7 +26,6 @@ from ..processes import rank
 from ..run_folder import Checkpoint, Result, RunFolder, plan_file
 from ..settings import Settings, as_command, clustering_options
 from ..tasks import LanguageTask
-from ..tasks.batches import batches
 from .evaluation import evaluate
 from .listener import Listener
 from .sampling import write_texts
@@ -155,12 +154,7 @@ class _Run:
     def rehearse(self) -> None:
         """Read and compute what the training begins with, and say what it would be."""
         settings, stage, task = self.settings, self.stage, self.stage.task
-        first = list(range(min(stage.batch_size, task.eval_count)))
-        for batch in batches(task, task.eval, [[(0, i) for i in first]], settings):
-            args, kwargs, labels = task.split(stage.move(batch))
-            with torch.no_grad(), stage.accelerator.autocast():
-                compared = task.compared(self.model.eval()(*args, **kwargs), labels)
-            task.metric(stage.accelerator.device).add(compared.logits.float(), compared.labels, compared.examples)
+        evaluate(stage, self.model.eval(), most=stage.batch_size)
         own = isinstance(task, LanguageTask) and task.own is not None
         if not own:
             next(stage.sample(stage.batch_size))

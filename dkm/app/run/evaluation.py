@@ -23,13 +23,16 @@ BINS = 60  # of a histogram
 
 
 @torch.no_grad()
-def evaluate(stage: Stage, model: nn.Module, progress: Callable[[int, int], None] | None = None) -> Score:
+def evaluate(
+    stage: Stage, model: nn.Module, progress: Callable[[int, int], None] | None = None, *, most: int | None = None
+) -> Score:
     """The score of a model on all evaluation examples, over all processes.  Leaves the model's modes as they are.
 
     After each batch, `progress` gets the number of examples that this process has evaluated, and of those it will.
+    With `most`, each process evaluates so many only.
     """
     accelerator, task = stage.accelerator, stage.task
-    mine = range(accelerator.process_index, task.eval_count, accelerator.num_processes)
+    mine = range(accelerator.process_index, task.eval_count, accelerator.num_processes)[:most]
     keys = [[(0, i) for i in mine[at : at + stage.batch_size]] for at in range(0, len(mine), stage.batch_size)]
     metric = task.metric(accelerator.device)
     stopped = torch.zeros(1, dtype=torch.float64, device=accelerator.device)

@@ -7,7 +7,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...foundation.atomic import write_atomically
-from ..errors import Problem
+from ..errors import Problem, WriteProblem, reason_of
 from ..run_folder import RunFolder
 from . import comparison as comparisons
 from .comparison import Comparison
@@ -32,8 +32,7 @@ def write(path: str | os.PathLike) -> Path:
     """Write report.html into a run folder, whole or not at all; returns its path."""
     run = read(path)
     target = RunFolder(run.path).report
-    # Names from JSON may hold halves of surrogate pairs, which UTF-8 cannot express.
-    write_atomically(target, page(run).encode("utf-8", "replace"))
+    _write(target, page(run), f"dkm report {path}")
     return target
 
 
@@ -71,8 +70,18 @@ def write_comparison(comparison: Comparison, target: Path | None = None) -> Path
         target = target / COMPARISON
     if target.exists() and _MARK not in target.read_bytes()[:1000]:
         raise Problem(f"{target} exists and is not a comparison that dkm wrote: choose another --out")
-    write_atomically(target, comparison_page(comparison).encode("utf-8", "replace"))
+    _write(target, comparison_page(comparison), "dkm compare")
     return target
+
+
+def _write(target: Path, text: str, again: str) -> None:
+    """Write a page; WriteProblem where that fails, with the command that writes it `again`."""
+    try:
+        # Names from JSON may hold halves of surrogate pairs, which UTF-8 cannot express.
+        write_atomically(target, text.encode("utf-8", "replace"))
+    except OSError as error:
+        reason = reason_of(error)
+        raise WriteProblem(f"cannot write {target}: {reason}; once that is put right, {again} writes it") from None
 
 
 def comparison_page(comparison: Comparison) -> str:

@@ -12,6 +12,7 @@ import pytest
 from sample_run import SECTIONS, Page, write, write_run
 
 from dkm.app import report
+from dkm.app.errors import WriteProblem
 from dkm.app.report.sizes import BARS
 from dkm.app.run_folder import FILES
 from dkm.foundation import jsonl
@@ -146,7 +147,7 @@ def test_a_full_disk_leaves_the_old_report(run: Callable[..., Path], monkeypatch
 
     monkeypatch.setattr(os, "replace", full)
     before = sorted(folder.iterdir())
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(WriteProblem, match="report.html: No space left on device; .* dkm report .* writes it"):
         report.write(folder)
     assert (folder / "report.html").read_text() == "old"
     assert sorted(folder.iterdir()) == before

@@ -80,3 +80,15 @@ def test_a_full_disk_before_the_first_checkpoint(place: Path, tmp_path: Path, mo
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
     monkeypatch.undo()
     assert finish(chosen)["finished"]
+
+
+def test_a_full_disk_at_the_report(place: Path, tmp_path: Path, monkeypatch):
+    """Everything else is there: it need not be trained again."""
+    replace = os.replace
+    monkeypatch.setattr(
+        os, "replace", lambda old, new: full() if Path(new).name == "report.html" else replace(old, new)
+    )
+    run = tmp_path / "run"
+    with pytest.raises(Problem, match=rf"cannot write .*report\.html: No space .* dkm report {run} writes it"):
+        finish(settings(place, run, epochs=1))
+    assert {path.name for path in run.iterdir()} >= {"model.dkm", "result.json"}

@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_the_old_report(run: Callable[..., Path], monkeypatch
 
     monkeypatch.setattr(os, "replace", full)
     before = sorted(folder.iterdir())
-    with pytest.raises(WriteProblem, match="report.html: No space left on device; .* dkm report .* writes it"):
+    with pytest.raises(WriteProblem, match=r"report\.html: No space left on device; .* dkm report .* writes it"):
         report.write(folder)
     assert (folder / "report.html").read_text() == "old"
     assert sorted(folder.iterdir()) == before

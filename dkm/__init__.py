@@ -1,22 +1,25 @@
 """Make neural networks 10-60 times smaller by clustering their weights while they train."""
 
-from .clustering import temperature
-from .clustering.assign import assign
-from .clustering.cluster import Clustering, cluster
-from .clustering.initialize import init_centroids
-from .compress import cluster_weight, compress_, snap_
-from .exporters import export
-from .formats.dkm_file import load, save, size
-from .foundation.errors import DKMError, ExportError, FileError, PlanError
-from .modelling.clustered import Clustered
-from .modelling.layer import DKM
-from .modelling.methods import register as register_method
-from .plans.plan import Plan, plan
-from .training.batchnorm import recalibrate_
-from .training.capture import capture
-from .training.distill import distill, divergence, teacher
-from .training.monitor import monitor
-from .training.search import search_tau
+from .foundation.interrupts import quiet_imports
+
+with quiet_imports():
+    from .clustering import temperature
+    from .clustering.assign import assign
+    from .clustering.cluster import Clustering, cluster
+    from .clustering.initialize import init_centroids
+    from .compress import cluster_weight, compress_, snap_
+    from .exporters import export
+    from .formats.dkm_file import load, save, size
+    from .foundation.errors import DKMError, ExportError, FileError, PlanError
+    from .modelling.clustered import Clustered
+    from .modelling.layer import DKM
+    from .modelling.methods import register as register_method
+    from .plans.plan import Plan, plan
+    from .training.batchnorm import recalibrate_
+    from .training.capture import capture
+    from .training.distill import distill, divergence, teacher
+    from .training.monitor import monitor
+    from .training.search import search_tau
 
 __version__ = "0.1.0"
 

@@ -4,20 +4,24 @@ import signal
 import sys
 import time
 
-try:
-    import jinja2  # noqa: F401
-    import rich  # noqa: F401
-    import typer
-except ImportError:
-    sys.exit('dkm: the command needs more than the library: pip install "torch-dkm[cli]"')
+from ..foundation.interrupts import STOPPED, quiet_imports
 
-import torch
+with quiet_imports():
+    try:
+        import jinja2  # noqa: F401
+        import rich  # noqa: F401
+        import typer
+    except ImportError:
+        sys.exit('dkm: the command needs more than the library: pip install "torch-dkm[cli]"')
 
-from ..foundation.errors import DKMError
-from . import run
-from .commands import app
-from .errors import Problem, say
-from .processes import has_several_processes, is_from_a_lost_process, rank
+    import torch
+
+    from ..foundation.errors import DKMError
+    from . import run
+    from .commands import app
+    from .errors import Problem, say
+    from .own_code import OwnCodeProblem, own_problems
+    from .processes import has_several_processes, is_from_a_lost_process, rank
 
 HEAD_START = 5.0  # seconds; see `_problem`
 
@@ -28,15 +32,18 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if any("\0" in argument for argument in arguments or ()):  # a program that calls this one can give it
             raise Problem("an argument holds the character NUL, which no name or path can have")
-        code = app(arguments, prog_name="dkm", standalone_mode=False) or 0
+        with own_problems():
+            code = app(arguments, prog_name="dkm", standalone_mode=False) or 0
     except run.Stopped:
-        code = 130
+        code = STOPPED
     except KeyboardInterrupt:
-        code = 130
+        code = STOPPED
         if rank() == 0:
             say("stopped")
     except typer.Exit as end:
         code = end.exit_code
+    except OwnCodeProblem as error:
+        code = _problem(str(error), before=error.frames)
     except DKMError as error:
         code = _problem(str(error))
     except torch.OutOfMemoryError:
@@ -57,8 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _problem(sentence: str, *, let_others_speak: bool = False) -> int:
-    """Say what is wrong, and return the exit code.
+def _problem(sentence: str, *, before: str = "", let_others_speak: bool = False) -> int:
+    """Say what is wrong, after the text `before`, and return the exit code.
 
     Where there are several processes, mostly all of them have the same problem.  The first one says it and ends, upon
     which a launcher ends the others; they wait for that.  A process that is still there after the wait has a problem of
@@ -67,5 +74,6 @@ def _problem(sentence: str, *, let_others_speak: bool = False) -> int:
     if rank() or let_others_speak:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         time.sleep(HEAD_START + rank() / 2)
+    print(before, end="", file=sys.stderr)
     say(sentence)
     return 2

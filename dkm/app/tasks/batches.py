@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ..errors import Problem
+from ..own_code import problem_in_own_code
 from ..settings import Settings
 from .task import Task
 
@@ -50,6 +51,11 @@ class _SeededExamples(Dataset):
             return self.dataset[index]
         except Problem as problem:
             return problem
+        except Exception as error:
+            problem_of_theirs = problem_in_own_code(error)
+            if problem_of_theirs is None:
+                raise
+            return problem_of_theirs
         finally:
             torch.set_rng_state(torch_state)
             random.setstate(python_state)

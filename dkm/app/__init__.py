@@ -3,7 +3,7 @@
 cli          the entry point;  commands: a file for each command;  screen: what they look like in a terminal
 settings     every setting of a run, with its default, limits and explanation
 places       settings that mean the same in every working directory
-models       models by their names, weights from files;  own_code: functions in the user's files
+models       models by their names;  checkpoint_files: weights from files;  own_code: functions in the user's files
 tasks        the kinds of data: one file for each
 run_folder   the folder of a run: its files and the types of what they hold
 report       the page and the summary, made from a run folder

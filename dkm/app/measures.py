@@ -22,6 +22,11 @@ class Measure:
         """What a reader gets to see: top-5."""
         return self.label or self.name
 
+    @property
+    def axis(self) -> str:
+        """What a chart says besides the title: %, or where the good values are."""
+        return self.unit or ("lower is better" if self.lower_is_better else "higher is better")
+
     def amount(self, value: float) -> str:
         """The number alone: 88.25."""
         return f"{value:.2f}" if abs(value) < HUGE else f"{value:.3g}"

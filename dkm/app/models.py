@@ -1,4 +1,4 @@
-"""Models by their names, and weights from files.  Nothing is ever downloaded."""
+"""Models by their names, with weights from files.  Nothing is ever downloaded."""
 
 import difflib
 import importlib.util
@@ -7,12 +7,10 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
-from ..formats.dkm_file import load
+from .checkpoint_files import load_weights
 from .errors import Problem
 from .mobilenet_v1 import mobilenet_v1
 from .own_code import load_function
@@ -24,6 +22,9 @@ class Pixels(NamedTuple):
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     interpolation: str = "bilinear"
+
+
+LUMA = (0.299, 0.587, 0.114)  # how much of red, green and blue is in a grey picture of Pillow's
 
 
 class Built(NamedTuple):
@@ -51,12 +52,12 @@ def is_language_model(name: str) -> bool:
     return isinstance(classes, list) and any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in classes)
 
 
-def build(name: str, weights: str | None, classes: int | None) -> Built:
+def build(name: str, weights: str | None, classes: int | None, weights_key: str | None = None) -> Built:
     """The model of this name, with its weights.
 
     `classes` is the number of outputs; None leaves as many as the model has by itself, and a language model as it is.
     `weights` is a file, or "none" for random ones.  It may be None where the name alone says which weights to take: a
-    folder of transformers, or a function of the user's own.
+    folder of transformers, or a function of the user's own.  `weights_key` says which weights of the file.
     """
     own = load_function(name)
     if own is not None:
@@ -66,16 +67,15 @@ def build(name: str, weights: str | None, classes: int | None) -> Built:
         if not isinstance(model, nn.Module):
             raise Problem(f"{name} must return a torch.nn.Module, and gave a {type(model).__name__}")
     elif is_transformer(name):
-        return _transformer(name, weights, classes)
+        return _transformer(name, weights, classes, weights_key)
     else:
         model = _named(name, weights, classes)
         if weights is None:
             raise Problem(
                 f"{name} needs trained weights: give --weights FILE, or --weights none to train it from random"
             )
-    if weights is not None and weights != "none":
-        load_weights(model, weights, classes)
-    return Built(model, [])
+    notes = [] if weights in (None, "none") else load_weights(model, str(weights), classes, weights_key)
+    return Built(model, notes)
 
 
 def model_without_values(name: str, classes: int | None) -> nn.Module:
@@ -136,7 +136,24 @@ def pixels(name: str) -> Pixels:
     return Pixels() if wanted is None else Pixels(wanted.mean, wanted.std, wanted.interpolation)
 
 
-def _transformer(name: str, weights: str | None, classes: int | None) -> Built:
+def takes_grey(model: nn.Module, size: int) -> bool:
+    """Whether a model of images, `size` pixels wide and high, takes one channel: by its first layer."""
+    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)), None)
+    if isinstance(first, nn.Conv2d):
+        return first.in_channels == 1
+    return first is not None and first.in_features == size**2
+
+
+def grey(looks: Pixels) -> Pixels:
+    """The same for grey images, whose brightness is that of ITU-R 601: the channels' mean and deviation, weighted as
+    the channels are.  The deviation is exact where the channels rise and fall together, as they nearly do."""
+    if len(looks.mean) == 1:
+        return looks
+    mean, std = (sum(w * x for w, x in zip(LUMA, each, strict=True)) for each in (looks.mean, looks.std))
+    return Pixels((mean,), (std,), looks.interpolation)
+
+
+def _transformer(name: str, weights: str | None, classes: int | None, weights_key: str | None) -> Built:
     """The model in a folder of transformers, with the folder's weights unless others are given."""
     if not Path(name, "config.json").is_file():
         raise Problem(f"the folder {name} has no config.json: give a model's folder, as save_pretrained writes it")
@@ -156,9 +173,8 @@ def _transformer(name: str, weights: str | None, classes: int | None) -> Built:
             config.num_labels = classes
         if weights is not None:
             model = auto.from_config(config)
-            if weights != "none":
-                load_weights(model, weights, classes)
-            return Built(_for_training(model) if predicts_tokens else model, [])
+            notes = [] if weights == "none" else load_weights(model, weights, classes, weights_key)
+            return Built(_for_training(model) if predicts_tokens else model, notes)
         model, found = auto.from_pretrained(
             name, config=config, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -179,62 +195,6 @@ def _for_training(model: Any) -> nn.Module:
     """A language model in float32, because small steps are lost in 16 bits; without the cache for writing texts."""
     model.config.use_cache = False
     return model.float()
-
-
-def load_weights(model: nn.Module, path: str, classes: int | None = None) -> None:
-    """Read a file of weights into a model.  Where they do not fit, the model stays as it was, and Problem is raised;
-    its message names `classes` where that number is what does not fit."""
-    state = read_weights(path)
-    own = model.state_dict()
-    extra = [key for key in state if key not in own and not key.startswith(("aux1.", "aux2.", "AuxLogits."))]
-    problems = [
-        f"{key} is {tuple(state[key].shape)} in the file and {tuple(tensor.shape)} in the model"
-        + (f" of {classes} classes (--classes)" if tensor.ndim and len(tensor) == classes else "")
-        for key, tensor in own.items()
-        if key in state and state[key].shape != tensor.shape
-    ]
-    # num_batches_tracked is a counter that old files lack, and that nothing here needs.
-    # A tied weight has several names, of which a file may have one.
-    places = {own[key].data_ptr() for key in state if key in own}
-    absent = [key for key in own if key not in state and own[key].data_ptr() not in places]
-    problems += [f"the file has no {key}" for key in absent if not key.endswith("num_batches_tracked")]
-    problems += [f"the model has no {key}" for key in extra]
-    if problems:
-        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise Problem(f"the weights in {path} do not fit the model: {problems[0]}{more}")
-    model.load_state_dict({key: value for key, value in state.items() if key in own}, strict=False)
-
-
-def read_weights(path: str) -> dict[str, Tensor]:
-    """The state dict in a .safetensors file, a .dkm file, or one that torch.save wrote and that holds only tensors."""
-    file = Path(path)
-    if not file.is_file():
-        raise Problem(f"there is no weights file {path}")
-    if file.suffix == ".dkm":
-        loaded = load(file)
-        assert isinstance(loaded, dict)
-        return loaded
-    try:
-        if file.suffix == ".safetensors":
-            return safetensors.torch.load_file(file)
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except SafetensorError:
-        raise Problem(f"{path} is not a safetensors file, or is cut off: get it anew") from None
-    except Exception as error:  # torch.load raises many kinds: RuntimeError, EOFError, UnpicklingError, ...
-        if "GLOBAL" in str(error):  # the file names something to call
-            raise Problem(
-                f"{path} holds more than tensors and cannot be read safely: save the state_dict alone, "
-                "torch.save(model.state_dict(), FILE)"
-            ) from None
-        raise Problem(f"{path} is not a weights file that torch.save wrote, or is cut off") from None
-    for key in ("state_dict", "model_state_dict", "model"):
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-    if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
-        raise Problem(f"{path} does not hold a state_dict: names and tensors")
-    return {key.removeprefix("module."): value for key, value in state.items()}
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .own_code import names_function
 from .settings import OWN_SAMPLES, Settings
 
 
@@ -19,13 +20,14 @@ def located(settings: Settings) -> Settings:
         weights=weights if weights in (None, "none") else _absolute(str(weights)),
         data=tuple(each if each == OWN_SAMPLES else _absolute(each) for each in data),
         eval_data=tuple(map(_absolute, evaluation)),
+        class_list=None if settings.class_list is None else _absolute(settings.class_list),
     )
 
 
 def without_places(text: str, settings: dict[str, Any]) -> str:
     """The text with only the last part of each absolute path that these settings name: the report is for strangers."""
     named: set[str] = set()
-    for key in ("model", "weights", "data", "eval-data"):
+    for key in ("model", "weights", "data", "eval-data", "class-list"):
         value = settings.get(key)
         named.update(str(each) for each in (value if isinstance(value, list) else [value]) if each)
     for name in sorted(filter(os.path.isabs, named), key=len, reverse=True):
@@ -36,12 +38,7 @@ def without_places(text: str, settings: dict[str, Any]) -> str:
 
 def _model(name: str) -> str:
     """Names of torchvision and timm are no paths."""
-    return _absolute(name) if _is_function(name) or Path(name).is_dir() else name
-
-
-def _is_function(name: str) -> bool:
-    file, colon, _ = name.rpartition(":")
-    return bool(colon) and file.endswith(".py")
+    return _absolute(name) if names_function(name) or Path(name).is_dir() else name
 
 
 def _absolute(path: str) -> str:

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import shlex
 import tomllib
 import types
@@ -61,6 +62,9 @@ class Settings:
         "the trained weights: a .safetensors, .pth or .dkm file; or none, to start from random ones",
         _MODEL,
         word="FILE",
+    )
+    weights_key: str | None = _setting(
+        None, "which weights of the file, if it holds several, such as state_dict_ema", _MODEL, word="KEY"
     )
     data: tuple[str, ...] = _setting(
         (),
@@ -142,6 +146,14 @@ class Settings:
     classes: int | None = _setting(
         None, "how many outputs the model has; without: one for each class of the data", _DATA, least=1
     )
+    class_list: str | None = _setting(
+        None,
+        "a text file with the name of a class folder in each line, in the order of the model's outputs; without: "
+        "alphabetical, or by their numbers",
+        _DATA,
+        word="FILE",
+    )
+    skip_bad_images: bool = _setting(False, "leave out images that cannot be read, instead of stopping", _DATA)
     image_size: int = _setting(224, "pixels of the square that the model sees", _DATA, least=1)
     resize: int | None = _setting(
         None, "pixels of an image's shorter side before it is cropped; without: 8/7 of --image-size", _DATA, least=1
@@ -167,11 +179,14 @@ class Settings:
     autocast: str = _setting(
         "no", "16-bit arithmetic: faster on a GPU, less exact", _RUNNING, choices=("no", "bf16", "fp16")
     )
-    device: str = _setting("auto", "auto: a GPU where there is one", _RUNNING, choices=("auto", "cpu"))
+    device: str = _setting(
+        "auto", "auto (a GPU where there is one), cpu, cuda, or cuda:1 for a GPU by its number", _RUNNING, word="DEVICE"
+    )
     seed: int = _setting(0, "of everything random", _RUNNING, least=0)
     checkpoint_every: float = _setting(60.0, "seconds from one checkpoint to the next", _RUNNING, least=0)
 
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 LONGEST_CONFIG = 1_000_000  # characters
 OWN_SAMPLES = "self"  # as --data: what the language model itself writes
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
@@ -185,7 +200,7 @@ def flag(name: str) -> str:
 
 
 def kind(name: str) -> type:
-    """The type of a setting: str, int, float or tuple.  That it may also be None is left out."""
+    """The type of a setting: str, int, float, bool or tuple.  That it may also be None is left out."""
     hint = FIELDS[name].type
     parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return next(typing.get_origin(part) or part for part in parts if part is not types.NoneType)
@@ -231,8 +246,14 @@ def _check_training(settings: Settings) -> None:
     for name in ("label_share", "temperature"):
         if settings.teacher == "none" and getattr(settings, name) != FIELDS[name].default:
             raise Problem(f"{flag(name)} is about a teacher: give --teacher self, or leave it out")
+    if settings.weights_key is not None and settings.weights in (None, "none"):
+        raise Problem("--weights-key is about a file of weights: give --weights FILE, or leave it out")
     if settings.samples is not None and OWN_SAMPLES not in settings.data:
         raise Problem(f"--samples is about the model's own texts: give --data {OWN_SAMPLES}, or leave it out")
+    if not _DEVICE.fullmatch(settings.device):
+        raise Problem(
+            f"--device must be auto, cpu, cuda, or cuda:1 for a GPU by its number, and not '{settings.device}'"
+        )
     if settings.seed >= 2**63:
         raise Problem(f"--seed must be less than 2^63, and not {settings.seed}")
 
@@ -259,6 +280,10 @@ def _checked(name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
             return tuple(value)
         raise Problem(f"{flag(name)} must be text, or a list of texts, and not {value!r}")
+    if wanted is bool:
+        if isinstance(value, bool):
+            return value
+        raise Problem(f"{flag(name)} must be true or false, and not {value!r}")
     if name == "tau" and isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)  # a number in a config file
     if name in ("autocast", "weights", "teacher") and value is False:
@@ -330,7 +355,9 @@ def as_command(settings: Settings) -> str:
     words = ["dkm", "compress"]
     for name, declared in FIELDS.items():
         value = getattr(settings, name)
-        if value != declared.default:
+        if value is True:
+            words.append(flag(name))
+        elif value != declared.default:
             for item in value if isinstance(value, tuple) else (value,):
                 words += [flag(name), str(item)]
     return shlex.join(words)

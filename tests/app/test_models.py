@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
 
 from dkm.app import models
-from dkm.app.errors import Problem
 from dkm.app.own_code import load_function
 
 
@@ -31,25 +29,6 @@ def test_second_outputs_in_a_file_are_left_out(tmp_path: Path):
     torch.save(model.state_dict() | {"aux1.fc1.weight": torch.zeros(3)}, tmp_path / "w.pth")
     assert not model.transform_input
     assert models.build("googlenet", str(tmp_path / "w.pth"), 5)[0].transform_input
-
-
-@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"epoch": 3, "state_dict": state}])
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_state_dicts_as_people_save_them(tmp_path: Path, wrap, prefix: str):
-    state = nn.Linear(2, 3).state_dict()
-    torch.save(wrap({prefix + key: value for key, value in state.items()}), tmp_path / "w.pth")
-    found = models.read_weights(str(tmp_path / "w.pth"))
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[key], state[key]) for key in state)
-
-
-def test_weights_that_do_not_fit_leave_the_model_as_it_was(tmp_path: Path):
-    model = nn.Linear(2, 3)
-    before = model.weight.detach().clone()
-    torch.save({"weight": torch.zeros(3, 2), "bias": torch.zeros(4)}, tmp_path / "w.pth")
-    with pytest.raises(Problem, match=r"bias is \(4,\) in the file and \(3,\) in the model of 3 classes"):
-        models.load_weights(model, str(tmp_path / "w.pth"), 3)
-    assert torch.equal(model.weight, before)
 
 
 def test_a_function_gets_the_number_of_classes(tmp_path: Path):

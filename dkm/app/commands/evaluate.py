@@ -7,6 +7,7 @@ import typer
 
 from .. import run, settings
 from ..errors import Problem
+from ..own_code import names_function
 from ..run_folder import RunFolder, run_of
 from ..screen import Screen, in_words
 from .application import AsJSON, command, print_json, with_settings
@@ -21,8 +22,9 @@ _NEEDED = {"model": "NAME", "data": "FOLDER"}  # to measure weights that no run 
     "dkm eval --model resnet18 --weights resnet18.pth --data images",
 )
 @with_settings(
-    *("model", "weights", "data", "eval_data", "classes", "image_size", "resize", "text_columns", "label_column"),
-    *("max_length", "batch_size", "workers", "autocast", "device"),
+    *("model", "weights", "weights_key", "data", "eval_data", "classes", "class_list", "skip_bad_images"),
+    *("image_size", "resize", "text_columns", "label_column", "max_length", "batch_size", "workers"),
+    *("autocast", "device"),
 )
 def eval_command(
     given: dict[str, Any],
@@ -36,9 +38,11 @@ def eval_command(
 
     A run knows its model and its data; flags win over these. Without a run, give --model, --weights and --data.
     """
-    chosen = settings.make({} if source is None else _of_source(source, given), given)
+    stored = {} if source is None else _of_source(source, given)
+    chosen = settings.make(stored, given, _data_to_measure(stored, given))
     with Screen(to_stderr=as_json) as screen:
-        stage, model = run.open_stage(chosen, screen)
+        stage, model = run.open_stage(chosen, screen, trains=False)
+        screen.note(f"measuring {stage.task.what_is_measured()}")
         score = run.evaluate(stage, model.eval(), screen.measured)
         screen.stop()
         if as_json:
@@ -54,8 +58,27 @@ def _of_source(source: Path, given: dict[str, Any]) -> dict[str, Any]:
         raise Problem(f"there is no run folder or file {source}")
     if folder is not None:
         stored, weights = folder.read_settings(), folder.read_model()
-        return {name: getattr(stored, name) for name in settings.FIELDS} | {"weights": str(weights)}
-    missing = [f"{settings.flag(name)} {what}" for name, what in _NEEDED.items() if name not in given]
+        values = {name: getattr(stored, name) for name in settings.FIELDS}
+        return values | {"weights": str(weights), "weights_key": None}
+    missing = [f"{settings.flag(name)} {what}" for name, what in _NEEDED.items() if not _is_given(name, given)]
     if missing:
         raise Problem(f"{source} is in no run's folder, so it needs {' and '.join(missing)} as well")
     return {"weights": str(source)}
+
+
+def _is_given(name: str, given: dict[str, Any]) -> bool:
+    return name in given or (name == "data" and "eval_data" in given)
+
+
+def _data_to_measure(stored: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Data that is given is measured, all of it: `--data` and `--eval-data` mean the same, unless both are given.
+
+    The classes are numbered as in the data that a run was trained on.
+    """
+    data, evaluation = given.get("data"), given.get("eval_data")
+    if bool(data) == bool(evaluation):
+        return {}
+    wanted, before = tuple(data or evaluation or ()), tuple(stored.get("data") or ())
+    if not before or any(map(names_function, before + wanted)):  # a function gives both parts itself
+        before = wanted
+    return {"data": before, "eval_data": wanted}

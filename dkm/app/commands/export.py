@@ -88,9 +88,13 @@ def export_command(
 def _of_run(folder: Path, example: str | None) -> tuple[nn.Module, Any]:
     """The model of a run, and an input: a single one of those that it was evaluated on, unless another one is given."""
     stored = RunFolder(folder).read_settings()
-    base = {name: getattr(stored, name) for name in settings.FIELDS} | {"weights": "none", "device": "cpu"}
+    base = {name: getattr(stored, name) for name in settings.FIELDS} | {
+        "weights": "none",
+        "weights_key": None,
+        "device": "cpu",
+    }
     with Screen() as screen:
-        stage, model = run.open_stage(settings.make(base), screen)
+        stage, model = run.open_stage(settings.make(base), screen, trains=False)
     if example is not None:
         return model, _example(example, str(stored.model), model)
     batch = next(iter(batches(stage.task, stage.task.eval, [[(0, 0)]], stage.settings)))

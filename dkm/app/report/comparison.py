@@ -22,7 +22,7 @@ READING = (
     "“asked for” is the plan or the size that was given, and the settings in which the runs differ. “k-means” is the "
     "same plan before any training. ± is the standard error."
 )
-DATA = ("data", "eval-data", "classes", "image-size", "resize", "max-length")
+DATA = ("data", "eval-data", "classes", "class-list", "image-size", "resize", "max-length")
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def curves(comparison: Comparison) -> list[Figure]:
     snapped = lines(lambda run: [(r.step, r.snapped) for r in run.evaluations], ".2f", marks=True)
     losses = lines(lambda run: [(r.step, r.loss) for r in run.evaluations], ".3g", marks=True)
     gaps = lines(lambda run: [(r.step, r.gap) for r in run.layers], ".2g", 100)
-    title = f"{measure.title.capitalize()}, {measure.unit or 'lower is better'}"
+    title = f"{measure.title.capitalize()}, {measure.axis}"
     found = [
         chart(title, snapped, unit, "Of snapped weights, as in the file."),
         chart("Evaluation loss", losses, unit, "Of snapped weights, as in the file."),

@@ -32,7 +32,7 @@ def training_figures(run: Run) -> list[Figure]:
         Line("evaluation", "a", held, _last(held, ".3g"), marks=True),
     ]
     note = "Train-time weights are averages of centroids; snapped ones are each weight’s nearest centroid."
-    title = f"{measure.name.capitalize()}, {measure.unit or 'lower is better'}"
+    title = f"{measure.title.capitalize()}, {measure.axis}"
     charts = [
         chart(title, measured, run.unit, note, log=measure.lower_is_better and _is_wide(measured, times=3)),
         chart("Loss", losses, run.unit, log=_is_wide(losses)),

@@ -3,6 +3,7 @@
     preparation    settings from flags and files, and whether there is a run to resume
     compression    `compress`, the whole run from its settings to its result; `rehearse`, its beginning alone
     stage          where to compute and on what: the device, the processes, the data
+    bad_images     images that cannot be read
     order          which examples each step sees
     training       the training loop
     training_step  one step of the optimizer

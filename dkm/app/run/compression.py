@@ -4,6 +4,7 @@ import contextlib
 import math
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from ...training.distill import divergence, teacher
 from .. import report
 from ..errors import Problem, WriteProblem, as_problems, reason_of
 from ..measures import Score
+from ..own_code import own_problems
 from ..places import located
 from ..processes import rank
 from ..run_folder import Checkpoint, Result, RunFolder, plan_file
@@ -51,7 +53,8 @@ def compress(settings: Settings, listener: Listener | None = None, *, resume: bo
             if not resume and run.is_main_process:
                 locks.enter_context(run.folder.lock())
             try:
-                training.run()
+                with own_problems(), _batch_norm_problems():
+                    training.run()
             except WriteProblem:  # there is room for nothing more, and the user wants to keep what there is
                 raise
             except Problem:
@@ -71,6 +74,19 @@ def rehearse(settings: Settings, listener: Listener) -> None:
         run.rehearse()
 
 
+@contextlib.contextmanager
+def _batch_norm_problems() -> Iterator[None]:
+    """Batch norm cannot learn from a single value of a channel: from one example that is one pixel large by then."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise Problem(
+            f"the batches are too small for batch norm: give a larger --batch-size, or a larger --image-size ({error})"
+        ) from error
+
+
 class _Run:
     """The parts of a run that `compress` puts together; opening it checks everything that can be checked at once."""
 
@@ -82,7 +98,8 @@ class _Run:
         if settings.out is None:
             raise Problem("where to? give --out FOLDER")
         self.folder = RunFolder(Path(settings.out))
-        self.stage, self.model = open_stage(settings, listener)
+        bad_images = self.folder.read_bad_images() if resume else None
+        self.stage, self.model = open_stage(settings, listener, bad_images=bad_images)
         self.is_main_process = self.stage.accelerator.is_main_process
         self.order = self.stage.make_order()
         self.steps = settings.epochs * self.order.steps_per_epoch
@@ -135,7 +152,7 @@ class _Run:
             compress_(model, self.plan, method=settings.method, **clustering_options(settings, self.steps))
         self.listener.planned(self.plan)
         if not self.resume and self.is_main_process:
-            self.folder.create(settings, plan_file(self.plan, self.text or ""), samples)
+            self.folder.create(settings, plan_file(self.plan, self.text or ""), samples, self.stage.bad_images)
         training = Training(
             self.stage,
             model,

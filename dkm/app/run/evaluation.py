@@ -11,9 +11,11 @@ from torch.nn.utils import parametrize
 
 from ...clustering.vectors import to_vectors
 from ...modelling.clustered import Clustered
-from ...modelling.parameters import parameters
+from ...modelling.parameters import clusterings, parameters
 from ...training.batchnorm import recalibrate_
+from ..errors import Problem
 from ..measures import Score
+from ..own_code import problem_in_own_code
 from ..run_folder import HistogramRecord
 from ..tasks.batches import batches
 from .stage import Stage
@@ -42,7 +44,8 @@ def evaluate(
                 stopped.fill_(1)
                 break
             args, kwargs, labels = task.split(stage.move(batch))
-            compared = task.compared(model(*args, **kwargs), labels)
+            compared = task.compared(_answers(stage, model, args, kwargs), labels)
+            _check_outputs(stage, compared.logits)
             metric.add(compared.logits.float(), compared.labels, compared.examples)
             if progress is not None:
                 progress(min(number * stage.batch_size, len(mine)), len(mine))
@@ -51,6 +54,30 @@ def evaluate(
     if stops:
         raise Stopped
     return metric.score(added)
+
+
+def _answers(stage: Stage, model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Any:
+    """What the model makes of a batch; Problem where the model, as it was given, cannot take the data."""
+    try:
+        return model(*args, **kwargs)
+    except Exception as error:
+        blamed = problem_in_own_code(error)
+        if blamed is not None or clusterings(model) or isinstance(error, torch.OutOfMemoryError):
+            raise
+        first = next(iter((*args, *kwargs.values())))
+        shape, said = "x".join(map(str, first.shape[1:])), (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise Problem(
+            f"the model cannot take {stage.task.unit} of shape {shape}: {stage.task.hint} ({said})"
+        ) from error
+
+
+def _check_outputs(stage: Stage, logits: Tensor) -> None:
+    """Say, once, where the model has another number of outputs than the data has classes."""
+    if not stage.outputs_checked and logits.ndim == 2:
+        stage.outputs_checked = True
+        warning = stage.task.check_outputs(logits.shape[1])
+        if warning:
+            stage.listener.note(warning)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from torch import nn
 from .. import models
 from ..errors import Problem, as_problems
 from ..processes import has_several_processes
+from ..run_folder import LeftOut
 from ..settings import Settings
-from ..tasks import LanguageTask, Task, open_task
+from ..tasks import ImageTask, LanguageTask, Task, open_task
 from ..tasks.batches import batches
+from .bad_images import leave_out_bad_images
 from .listener import Listener
 from .order import Order, seed_from
 from .stopping import Stopped
@@ -27,6 +29,9 @@ class Stage:
     task: Task
     accelerator: Any  # of the library Accelerate: the device, and what the processes do together
     batch_size: int  # in each process
+    listener: Listener
+    bad_images: LeftOut | None = None  # those that are left out; None where all are read
+    outputs_checked: bool = False
     stop_requested: Callable[[], bool] = lambda: False
 
     def build_model(self) -> models.Built:
@@ -78,40 +83,52 @@ class Stage:
         return requested
 
 
-def open_stage(settings: Settings, listener: Listener) -> tuple[Stage, nn.Module]:
-    """Open the data, and the model with its weights, on the device."""
+def open_stage(
+    settings: Settings, listener: Listener, *, trains: bool = True, bad_images: LeftOut | None = None
+) -> tuple[Stage, nn.Module]:
+    """Open the data, and the model with its weights, on the device.
+
+    Without `trains`, the examples to train on are not read.  `bad_images` are those that a resumed run leaves out.
+    """
     try:
         from accelerate import Accelerator
     except ImportError:
         raise Problem('the command needs accelerate: pip install "torch-dkm[cli]"') from None
     if settings.model is None:
         raise Problem("which model? give --model NAME, a transformers folder, or FILE.py:FUNCTION")
+    cpu = runs_on_cpu(settings)
     task = open_task(settings)
     torch.manual_seed(seed_from(settings.seed, "model"))  # for weights that start from random
     model, notes = _build_model(settings, task)
-    for note in notes:
+    task.suit(model)
+    for note in (*notes, *task.notes):
         listener.note(note)
+    if ":" in settings.device:
+        torch.cuda.set_device(settings.device)  # which Accelerate then takes
     with as_problems():
-        accelerator = Accelerator(cpu=runs_on_cpu(settings), mixed_precision=settings.autocast)
+        accelerator = Accelerator(cpu=cpu, mixed_precision=settings.autocast)
     if str(accelerator.distributed_type).rpartition(".")[2] not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise Problem("dkm compress runs on one process or with DDP: take FSDP, DeepSpeed, ... out of the launcher")
-    stage = Stage(settings, task, accelerator, settings.batch_size or task.default_batch_size)
+    stage = Stage(settings, task, accelerator, settings.batch_size or task.default_batch_size, listener)
+    if settings.skip_bad_images and isinstance(task, ImageTask):
+        stage.bad_images = leave_out_bad_images(task, accelerator, listener, bad_images, trains=trains)
     return stage, model.to(accelerator.device)
 
 
 def _build_model(settings: Settings, task: Task) -> models.Built:
     assert settings.model is not None  # see `open_stage`
-    return models.build(settings.model, settings.weights, settings.classes or task.classes)
+    return models.build(settings.model, settings.weights, settings.classes or task.classes, settings.weights_key)
 
 
 def runs_on_cpu(settings: Settings) -> bool:
-    """Whether to compute on the CPU; Problem where there are more processes than GPUs.
+    """Whether to compute on the CPU; Problem where there is no such GPU, or where there are more processes than GPUs.
 
     Several processes without a GPU must tell Accelerate so: otherwise it would take each of them for a run of its own.
     """
     from accelerate.utils import parse_flag_from_env
 
     devices = torch.cuda.device_count()
+    _check_gpu(settings.device, devices)
     asked_for = settings.device == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU")
     if asked_for or (has_several_processes() and not devices):
         return True
@@ -121,3 +138,18 @@ def runs_on_cpu(settings: Settings) -> bool:
             "fewer, or give --device cpu"
         )
     return False
+
+
+def _check_gpu(name: str, devices: int) -> None:
+    """Raise Problem where `name` is that of a GPU which is not there."""
+    if not name.startswith("cuda"):
+        return
+    if not devices:
+        built = "" if torch.version.cuda else ", which was built without CUDA,"
+        raise Problem(f"--device {name}: PyTorch{built} finds no GPU here; give --device cpu, or leave it out")
+    _, colon, index = name.partition(":")
+    if colon and has_several_processes():
+        raise Problem(f"--device {name}: each process takes a GPU of its own; give --device cuda, or leave it out")
+    if colon and int(index) >= devices:
+        there = "cuda:0 only" if devices == 1 else f"cuda:0 to cuda:{devices - 1}"
+        raise Problem(f"--device {name}: there is no such GPU here, but {there}")

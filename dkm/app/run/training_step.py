@@ -5,11 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...training.capture import capture
-from ...training.distill import distill
 from ..tasks.task import Compared
 from .listener import Listener
 from .optimizer import learning_rate, make_optimizer, set_learning_rate
@@ -118,9 +116,8 @@ class TrainingStep:
                 with torch.no_grad():
                     taught = compared(self.teacher).logits
                 label_share = settings.label_share
-                loss = (1 - label_share) * distill(logits, taught, temperature=settings.temperature)
+                loss = (1 - label_share) * task.distance(logits, taught, settings.temperature)
             for target, weight in weighted_labels if label_share else ():
-                smoothing = settings.label_smoothing
-                loss = loss + label_share * weight * F.cross_entropy(logits, target, label_smoothing=smoothing)
+                loss = loss + label_share * weight * task.loss(logits, target, settings.label_smoothing)
         assert isinstance(loss, Tensor)  # there is a teacher, or the labels have the whole share
         return loss

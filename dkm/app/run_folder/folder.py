@@ -4,6 +4,7 @@ config.toml     the settings, all of them
 plan.json       what becomes of each tensor
 samples.safetensors
                 the texts that a language model wrote to be trained on, as tokens
+bad-images.json the numbers of the images that cannot be read and are left out, with --skip-bad-images
 log.jsonl       a line for each logged step, evaluation, look at the layers, and histogram
 checkpoints/    last.pt, to resume from
 model.dkm       the result
@@ -30,7 +31,7 @@ from ..measures import LARGEST, Score
 from ..places import located
 from ..settings import Settings, as_toml, make, read
 from .lock import locked
-from .schema import Checkpoint, PlanFile, Record, Result, figures
+from .schema import Checkpoint, LeftOut, PlanFile, Record, Result, figures
 
 _START_ANEW = "start the run anew in another --out"
 _TRAIN_AGAIN = "take the file away, and --resume writes it again"
@@ -69,6 +70,11 @@ class RunFolder:
     def samples(self) -> Path:
         """The language model's own texts; only there where it is trained on those."""
         return self.path / "samples.safetensors"
+
+    @property
+    def bad_images(self) -> Path:
+        """The images that are left out."""
+        return self.path / "bad-images.json"
 
     @property
     def checkpoint(self) -> Path:
@@ -132,6 +138,16 @@ class RunFolder:
             raise Problem(f"{self.samples} does not hold the texts of a run: {_START_ANEW}")
         return tokens
 
+    def read_bad_images(self) -> LeftOut | None:
+        """The images that the run leaves out; None where it reads all of them."""
+        if not self.bad_images.is_file():
+            return None
+        found = _read_json(self.bad_images)
+        for numbers in found.values():
+            if not isinstance(numbers, list) or not all(isinstance(each, int) and each >= 0 for each in numbers):
+                raise Problem(f"{self.bad_images} does not hold the images that a run leaves out: {_START_ANEW}")
+        return cast(LeftOut, found)
+
     def read_result(self) -> Result | None:
         """The figures of the run; None until it is finished."""
         if not self.result.is_file():
@@ -173,7 +189,9 @@ class RunFolder:
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             raise Problem(f"cannot make the folder {self.path}: {above} is not a folder that you may write to")
 
-    def create(self, settings: Settings, plan: PlanFile, samples: Tensor | None = None) -> None:
+    def create(
+        self, settings: Settings, plan: PlanFile, samples: Tensor | None = None, bad_images: LeftOut | None = None
+    ) -> None:
         """Make the folder with its first files: whole, or not at all.  An empty folder may be there already.
 
         All paths of the settings are stored absolute, so that the run means the same in every working directory.
@@ -186,6 +204,8 @@ class RunFolder:
             write_atomically(partial / self.plan.name, json.dumps(plan, indent=1) + "\n")
             if samples is not None:
                 write_atomically(partial / self.samples.name, safetensors.torch.save({"tokens": samples}))
+            if bad_images is not None:
+                write_atomically(partial / self.bad_images.name, json.dumps(bad_images) + "\n")
             os.rename(partial, self.path)
         except OSError as error:
             raise Problem(f"cannot make the folder {self.path}: {reason_of(error)}") from None

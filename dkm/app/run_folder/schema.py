@@ -128,6 +128,10 @@ class HistogramRecord(TypedDict):
 
 Record = StepRecord | EvalRecord | LayersRecord | HistogramRecord
 
+# --- bad-images.json -----------------------------------------------------------------------------
+
+LeftOut = dict[str, list[int]]  # "train" and "eval" -> the numbers of the images that are left out of them
+
 # --- result.json ---------------------------------------------------------------------------------
 
 

@@ -1,10 +1,11 @@
 """Data from a function of the user's own, FILE.py:FUNCTION."""
 
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from ..errors import Problem
 from ..own_code import load_function
 from ..settings import Settings
+from .regression import Regression, check_for_regression
 from .task import Task
 
 
@@ -19,10 +20,10 @@ class FunctionTask(Task):
         return len(settings.data) == 1 and load_function(settings.data[0]) is not None
 
     @classmethod
-    def open(cls, settings: Settings) -> Self:
+    def open(cls, settings: Settings) -> "FunctionTask":
         """Call the function, which gives the data to evaluate on as well."""
         name = settings.data[0]
-        if settings.eval_data:
+        if settings.eval_data not in ((), settings.data):
             raise Problem(f"{name} gives the data to evaluate on, too: leave out --eval-data")
         make = load_function(name)
         assert make is not None  # see `recognizes`
@@ -32,4 +33,12 @@ class FunctionTask(Task):
         train, evaluation = pair
         if not len(train) or not len(evaluation):
             raise Problem(f"{name} gave an empty dataset: both, train and eval, need examples")
-        return cls(train, evaluation, settings.classes)
+        if settings.classes == 1:
+            check_for_regression(settings)
+        task = (FunctionRegression if settings.classes == 1 else cls)(train, evaluation, settings.classes)
+        task.measured_places = [f"the second dataset of {name}"]
+        return task
+
+
+class FunctionRegression(Regression, FunctionTask):
+    """The same, with numbers to be predicted."""

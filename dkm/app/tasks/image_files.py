@@ -3,8 +3,9 @@
 import os
 import tarfile
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import Problem
 from .tables import TABLES
@@ -25,6 +26,22 @@ class ImageFile(NamedTuple):
         with open(self.path, "rb") as stream:
             stream.seek(self.start)
             return stream.read(self.size)
+
+    def picture(self, mode: str) -> Any:
+        """The image as one of Pillow, "RGB" or "L"; Problem where it cannot be read."""
+        import PIL.Image
+
+        try:
+            return PIL.Image.open(BytesIO(self.read())).convert(mode)
+        except Exception as error:  # Pillow raises many kinds, such as its own for a picture of far too many pixels
+            what = (
+                "it is no image"
+                if isinstance(error, PIL.UnidentifiedImageError)
+                else str(error) or type(error).__name__
+            )
+            raise Problem(
+                f"cannot read the image {self.name}: {what}; repair it or take it away, or give --skip-bad-images"
+            ) from None
 
 
 Classes = dict[str, list[ImageFile]]  # the name of each class -> its images, sorted by name

@@ -16,7 +16,7 @@ _MISSPELT_NUMBER = re.compile(r"[-+]*[\d²³¹⁰-⁹₀-₉]+")
 
 ANOTHER_COLUMN = "name the column with the classes, --label-column"
 
-Label = int | str
+Label = int | float | str  # a float only where it has a fraction
 
 
 def is_number(value: Any) -> bool:
@@ -25,8 +25,8 @@ def is_number(value: Any) -> bool:
 
 
 def read_labels(values: Sequence[Any], path: Path) -> list[Label]:
-    """The labels in a column: whole numbers where every value is one, otherwise names.  Problem where a value can be
-    neither, or where they are numbers that are not whole.  None of the values is None."""
+    """The labels in a column: numbers where every value is one, otherwise names.  Problem where a value can be neither.
+    None of the values is None."""
     for row, value in enumerate(values, 1):
         if not isinstance(value, int | float | str):
             raise Problem(
@@ -38,19 +38,17 @@ def read_labels(values: Sequence[Any], path: Path) -> list[Label]:
                 "with the digits 0 to 9, and at most one sign"
             )
     if all(is_number(value) for value in values):
-        return [_whole(value, f"row {row} of {path}") for row, value in enumerate(values, 1)]
+        return [_number(value, f"row {row} of {path}") for row, value in enumerate(values, 1)]
     return [str(value) for value in values]
 
 
-def _whole(value: Any, where: str) -> int:
+def _number(value: Any, where: str) -> int | float:
     number = float(value) if _length(value) < 400 else math.inf
     if math.isnan(number):
         raise Problem(f"{where} has the label {value}, which is no number: fill it or take the row away")
     if abs(number) >= 2**53:  # past these a float is not exact
         raise Problem(f"{where} has a label that is too large for the number of a class: {ANOTHER_COLUMN}")
-    if not number.is_integer():
-        raise Problem(f"{where} has the label {value}: regression is not supported, labels are whole numbers or names")
-    return int(number)
+    return int(number) if number.is_integer() else number
 
 
 def _length(value: Any) -> int:
@@ -58,8 +56,17 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, str) else value.bit_length() // 3 if isinstance(value, int) else 0
 
 
+def as_values(labels: Iterable[Label], path: Path) -> list[float]:
+    """The labels of a table as what regression predicts; Problem where one is a name."""
+    found = list(labels)
+    for label in found:
+        if isinstance(label, str):
+            raise Problem(f"{path} has the label {label!r}, and regression needs numbers: {ANOTHER_COLUMN}")
+    return [float(label) for label in found]
+
+
 def label_ids(labels: Iterable[Label], config: Any, path: Path) -> dict[Label, int]:
-    """Label -> class, for the labels of all rows to train on.
+    """Label -> class, for the labels of all rows to train on, none of which has a fraction.
 
     Whole numbers that could be those of classes are their own classes, and so are those between them that do not occur.
     Other whole numbers, such as 10, 20 and 30, are numbered in their order.  A name has the class that the config of

@@ -61,17 +61,25 @@ class LanguageTask(Task):
             if not settings.eval_data:
                 raise Problem("the model's own texts are for training: give a text file to measure on, --eval-data")
             evaluation = tokenizer.texts(settings.eval_data)
-            return cls(None, evaluation, OwnTexts(tokenizer.beginning(), tokenizer.length, settings.samples or SAMPLES))
+            own = OwnTexts(tokenizer.beginning(), tokenizer.length, settings.samples or SAMPLES)
+            return cls(None, evaluation, own)._measured_on(settings.eval_data)
         if OWN_SAMPLES in settings.data:
             raise Problem(f"--data {OWN_SAMPLES} stands for all training data: leave out the other --data")
         train = tokenizer.texts(settings.data)
         if settings.eval_data:
-            return cls(train, tokenizer.texts(settings.eval_data), None)
+            evaluation = train if settings.eval_data == settings.data else tokenizer.texts(settings.eval_data)
+            return cls(train, evaluation, None)._measured_on(settings.eval_data)
         kept_back = set(held_out(range(len(train))))
         if not kept_back:
             raise Problem(f"{settings.data[0]} has one text, too few to hold some out: give --eval-data as well")
         evaluation = Texts([text for i, text in enumerate(train.tokens) if i in kept_back])
-        return cls(Texts([text for i, text in enumerate(train.tokens) if i not in kept_back]), evaluation, None)
+        task = cls(Texts([text for i, text in enumerate(train.tokens) if i not in kept_back]), evaluation, None)
+        task.is_held_out = True
+        return task._measured_on(settings.data)
+
+    def _measured_on(self, places: Sequence[str]) -> Self:
+        self.measured_places = list(places)
+        return self
 
     @property
     def train_count(self) -> int:

@@ -15,7 +15,7 @@ class TextRow(NamedTuple):
     """A row of a table."""
 
     texts: tuple[str, ...]  # one or two
-    label: Label  # a whole number where all labels of the table look like one, otherwise a name
+    label: Label  # a number where all labels of the table look like one, otherwise a name
 
 
 def find_table(path: str, *stems: str) -> Path | None:

@@ -3,12 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
+from ...training.distill import distill
 from ..errors import Problem
 from ..measures import ACCURACY, Measure
 from ..settings import Settings
@@ -49,6 +51,7 @@ class Task(ABC):
     measure: ClassVar[Measure] = ACCURACY
     measured_count: ClassVar[int] = 256  # examples on which the cost of clustering each layer is measured
     batches_have_one_shape = False  # those to train on; only then the steps can be a CUDA graph
+    hint: ClassVar[str] = "give the data that it is made for"  # where the model cannot take the examples
 
     def __init__(
         self,
@@ -58,6 +61,9 @@ class Task(ABC):
         collate: Callable[[list[Any]], Any] = default_collate,
     ):
         self.train, self.eval, self.classes, self.collate = train, eval, classes, collate
+        self.notes: list[str] = []  # what the user should know
+        self.measured_places: list[str] = []  # where the examples to evaluate on are
+        self.is_held_out = False  # whether these are a part of what would be trained on
 
     @classmethod
     @abstractmethod
@@ -66,7 +72,7 @@ class Task(ABC):
 
     @classmethod
     @abstractmethod
-    def open(cls, settings: Settings) -> Self:
+    def open(cls, settings: Settings) -> "Task":
         """Open the data; Problem where they cannot be used."""
 
     @property
@@ -78,6 +84,21 @@ class Task(ABC):
     def eval_count(self) -> int:
         """How many examples there are to evaluate on."""
         return len(self.eval)  # type: ignore[arg-type]
+
+    def what_is_measured(self) -> str:
+        """The examples to evaluate on, in words: all 300 images in folder."""
+        where = f" in {' and '.join(self.measured_places)}" if self.measured_places else ""
+        if self.is_held_out:
+            every = self.train_count + self.eval_count
+            return f"{self.eval_count:,} of the {every:,} {self.unit}{where}, which are held out of the training"
+        return f"all {self.eval_count:,} {self.unit}{where}"
+
+    def suit(self, model: nn.Module) -> None:  # noqa: B027  # most kinds have nothing to do
+        """Give the examples the form that the model takes, where that depends on the model itself."""
+
+    def check_outputs(self, outputs: int) -> str | None:
+        """A warning about how many outputs the model turns out to have; Problem where it cannot be meant."""
+        return None
 
     def learning_rate(self, optimizer: str) -> float:
         """The highest learning rate, where the user gives none."""
@@ -99,7 +120,11 @@ class Task(ABC):
 
     def logits(self, output: Any) -> Tensor:
         """What the model returned -> `(batch, classes)`.  Models of transformers return an object that holds them."""
-        return getattr(output, "logits", output)
+        logits = getattr(output, "logits", output)
+        if not isinstance(logits, Tensor):
+            kind = type(output).__name__
+            raise Problem(f"the model must give a tensor, or an object with one as .logits, and gives a {kind}")
+        return logits
 
     def compared(self, output: Any, labels: Tensor, *, may_be_filled_up: bool = True) -> Compared:
         """The model's answers and the labels that belong to them.
@@ -108,6 +133,14 @@ class Task(ABC):
         `may_be_filled_up` there is none.
         """
         return Compared(self.logits(output), labels)
+
+    def loss(self, logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+        """The loss of what `compared` gave, against the labels."""
+        return F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+
+    def distance(self, logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
+        """The loss of what `compared` gave, against what it gave for the teacher."""
+        return distill(logits, taught, temperature=temperature)
 
 
 def held_out(examples: Sequence[Example]) -> Sequence[Example]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,12 +10,14 @@ from torch.utils.data import Dataset
 
 from ..errors import Problem
 from ..settings import Settings
-from .labels import label_ids
+from .labels import Label, as_values, label_ids
 from .metrics import Classification, Metric
+from .regression import Regression, check_for_regression
 from .tables import TABLES, TextRow, find_table, read_table
 from .task import Task, check_that_paths_exist, held_out
 from .transformer_files import tokenizer_and_config
 
+EVALUATION = ("dev", "validation", "val", "valid")  # names of tables to evaluate on
 LENGTH = 128  # tokens of a text, where the user gives no number
 
 
@@ -36,40 +38,56 @@ class TextTask(Task):
         return find_table(settings.data[0], "train") is not None
 
     @classmethod
-    def open(cls, settings: Settings) -> Self:
+    def open(cls, settings: Settings) -> "TextTask":
         """Read the tables and turn all texts into tokens."""
         check_that_paths_exist(settings)
-        train_at = _tables(settings.data, "train")
-        names = ("dev", "validation", "val", "valid")
-        eval_at = _tables(settings.eval_data, *names) or [find_table(settings.data[0], *names) or train_at[0]]
+        tables = _find_tables(settings)
         tokenizer, config = tokenizer_and_config(str(settings.model))
-        train = [row for path in train_at for row in read_table(path, settings)]
-        if eval_at == train_at[:1]:  # nothing was given to evaluate on
-            kept_back = rows_held_out([row.label for row in train])
+        train = [row for path in tables.train for row in read_table(path, settings)]
+        evaluation = train
+        if tables.eval not in ([], tables.train):
+            evaluation = [row for path in tables.eval for row in read_table(path, settings)]
+        values = _are_values([row.label for row in (*train, *evaluation)], settings, config, tables.train[0])
+        if not tables.eval:
+            kept_back = rows_held_out([None if values else row.label for row in train])
             evaluation = [row for i, row in enumerate(train) if i in kept_back]
             train = [row for i, row in enumerate(train) if i not in kept_back]
-        else:
-            evaluation = [row for path in eval_at for row in read_table(path, settings)]
         if not train or not evaluation:
-            raise Problem(f"{(train_at if not train else eval_at)[0]} has too few rows")
-        ids = label_ids((row.label for row in train), config, train_at[0])
-        unknown = [row.label for row in evaluation if row.label not in ids]
-        if unknown:
-            raise Problem(f"{eval_at[0]} has the label {unknown[0]!r}, which {train_at[0]} has not")
+            raise Problem(f"{(tables.train if not train else tables.eval or tables.train)[0]} has too few rows")
 
-        def encode(rows: list[TextRow]) -> Texts:
+        def encode(rows: list[TextRow], labels: Sequence[int | float]) -> Texts:
             columns = [list(column) for column in zip(*(row.texts for row in rows), strict=True)]
             encoded = tokenizer(*columns, truncation=True, max_length=settings.max_length or LENGTH)
             tokens = [{key: encoded[key][i] for key in encoded} for i in range(len(rows))]
-            return Texts(tokens, [ids[row.label] for row in rows])
+            return Texts(tokens, labels)
 
-        return cls(encode(train), encode(evaluation), max(ids.values()) + 1, Pad(tokenizer))
+        if values:
+            check_for_regression(settings)
+            numbers = as_values((row.label for row in train), tables.train[0])
+            measured = as_values((row.label for row in evaluation), (tables.eval or tables.train)[0])
+            examples = encode(train, numbers), encode(evaluation, measured)
+            task: TextTask = TextRegression(*examples, 1, Pad(tokenizer))
+            task.notes.append("the labels are numbers to be predicted: regression, by a model of one output")
+        else:
+            ids = label_ids((row.label for row in train), config, tables.train[0])
+            unknown = [row.label for row in evaluation if row.label not in ids]
+            if unknown:
+                raise Problem(f"{tables.eval[0]} has the label {unknown[0]!r}, which {tables.train[0]} has not")
+            classes = [[ids[row.label] for row in rows] for rows in (train, evaluation)]
+            examples = encode(train, classes[0]), encode(evaluation, classes[1])
+            task = cls(*examples, max(ids.values()) + 1, Pad(tokenizer))
+        task.measured_places, task.is_held_out = list(map(str, tables.eval or tables.train)), not tables.eval
+        return task
+
+
+class TextRegression(Regression, TextTask):
+    """Texts, or pairs of texts, each with a number to be predicted."""
 
 
 class Texts(Dataset):
     """A dict of tokens and so on for each text, with "labels"."""
 
-    def __init__(self, tokens: list[dict[str, list[int]]], labels: list[int]):
+    def __init__(self, tokens: list[dict[str, list[int]]], labels: Sequence[int | float]):
         self.tokens, self.labels = tokens, labels
 
     def __len__(self) -> int:
@@ -95,6 +113,41 @@ def rows_held_out(labels: Sequence[Any]) -> set[int]:
     for row, label in enumerate(labels):
         of_label.setdefault(label, []).append(row)
     return {row for rows in of_label.values() for row in held_out(rows)}
+
+
+class _Tables(NamedTuple):
+    """The tables to train on and to evaluate on."""
+
+    train: list[Path]
+    eval: list[Path]  # empty: a part of those to train on is held out
+
+
+def _find_tables(settings: Settings) -> _Tables:
+    """What the user names; of a folder with tables of both kinds, these two.
+
+    Where both are to be the same, that is all of it, unless it has a table of its own to evaluate on.
+    """
+    train = _tables(settings.data, "train")
+    inside = find_table(settings.data[0], *EVALUATION)
+    own = [] if inside in (None, train[0]) else [inside]
+    if settings.eval_data == settings.data:
+        return _Tables(train, [table for table in own if table is not None] or train)
+    if settings.eval_data:
+        return _Tables(train, _tables(settings.eval_data, *EVALUATION))
+    return _Tables(train, [table for table in own if table is not None])
+
+
+def _are_values(labels: Sequence[Label], settings: Settings, config: Any, path: Path) -> bool:
+    """Whether the labels are to be predicted as numbers, which one output does: because they have fractions, or because
+    the user or the model's folder says one output."""
+    fraction = next((label for label in labels if isinstance(label, float)), None)
+    if fraction is not None and settings.classes not in (None, 1):
+        raise Problem(
+            f"{path} has the label {fraction}, which is none of {settings.classes} classes: leave out --classes to "
+            "predict such numbers (regression), or name the column with the classes, --label-column"
+        )
+    one_output = (settings.classes or getattr(config, "num_labels", None)) == 1
+    return fraction is not None or one_output
 
 
 def _tables(paths: Sequence[str], *stems: str) -> list[Path]:

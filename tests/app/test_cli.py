@@ -15,6 +15,7 @@ pytest.importorskip("typer")
 pytest.importorskip("accelerate")
 import accelerate
 from command_place import ORDINARY, flags, make_place
+from small_bert import WORDS, make_bert
 
 from dkm.app import cli, settings, tasks
 from dkm.app.own_code import load_function
@@ -236,9 +237,13 @@ def test_eval_says_what_compress_said(place: Path, capsys):
     capsys.readouterr()
     call("eval", "run")
     assert f"{result['accuracy_after']:.2f} % right" in capsys.readouterr().out
-    call("eval", *flags(weights="run/model.dkm", plan=None, out=None, epochs=None))
+    for image in ("a/18.png", "b/19.png"):
+        Path("held", image).parent.mkdir(parents=True)
+        Path("held", image).write_bytes(Path("images", image).read_bytes())
+    held_out = dict(data="held", plan=None, out=None, epochs=None)
+    call("eval", *flags(weights="run/model.dkm", **held_out))
     assert f"{result['accuracy_after']:.2f} % right" in capsys.readouterr().out
-    call("eval", *flags(plan=None, out=None, epochs=None))
+    call("eval", *flags(**held_out))
     assert f"{result['accuracy_before']:.2f} % right" in capsys.readouterr().out
 
 
@@ -291,17 +296,9 @@ def test_data_of_your_own(place: Path):
 @pytest.fixture
 def bert(place: Path) -> None:
     """A small transformer in a folder, and tables for it."""
-    transformers = pytest.importorskip("transformers")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "very", "soup", "bread"]
-    Path("bert").mkdir()
-    Path("bert/vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizerFast("bert/vocab.txt").save_pretrained("bert")
-    config = transformers.BertConfig(
-        vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=16, num_labels=2, initializer_range=0.2,
-    )  # fmt: skip
-    transformers.BertForSequenceClassification(config).save_pretrained("bert")
-    rows = [f"{a} {b}\t{'yes' if a == 'good' else 'no'}" for a in ("good", "bad") for b in words[7:] * 4]
+    pytest.importorskip("transformers")
+    make_bert(Path("bert"))
+    rows = [f"{a} {b}\t{'yes' if a == 'good' else 'no'}" for a in ("good", "bad") for b in WORDS[7:] * 4]
     Path("train.tsv").write_text("\n".join(["sentence\tlabel", *rows]))
     Path("dev.tsv").write_text("\n".join(["sentence\tlabel", *rows[::3]]))
 

@@ -88,9 +88,12 @@ def start_process(chosen: Settings, die_at: tuple[int, int] | None = None) -> Ba
     """
     arguments = ["compress", "--resume"]
     for name in Settings.__dataclass_fields__:
-        value = getattr(chosen, name)
+        value, flag = getattr(chosen, name), f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            arguments += [flag] if value else []
+            continue
         for item in value if isinstance(value, tuple) else () if value is None else (value,):
-            arguments += [f"--{name.replace('_', '-')}", str(item)]
+            arguments += [flag, str(item)]
 
     def target() -> None:
         os.setpgid(0, 0)

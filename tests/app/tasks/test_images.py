@@ -10,6 +10,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from torch import nn
 
 from dkm.app.errors import Problem
 from dkm.app.settings import Settings
@@ -52,6 +53,35 @@ def test_the_image_is_normalised(images: Path):
     x, _ = open_task(settings(images)).eval[1]  # all 50
     wanted = (50 / 255 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
     torch.testing.assert_close(x, wanted.view(3, 1, 1).expand(3, 4, 4))
+
+
+def test_grey_images_for_a_model_of_one_channel(images: Path):
+    """A picture of three equal channels is as bright as each of them; the weights of the channels add up to 1."""
+    PIL.Image.new("RGB", (8, 8), (200, 100, 0)).save(images / "a" / "9.png")
+    data = open_task(settings(images))
+    data.suit(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 3, 3)))
+    mean = 0.299 * 0.485 + 0.587 * 0.456 + 0.114 * 0.406
+    std = 0.299 * 0.229 + 0.587 * 0.224 + 0.114 * 0.225
+    brightness = torch.tensor([round(0.299 * 200 + 0.587 * 100), 50]).view(2, 1, 1, 1)
+    wanted = ((brightness / 255 - mean) / std).expand(2, 1, 4, 4)
+    # Pillow rounds the brightness to a whole number, one of 255, which may be the next one.
+    torch.testing.assert_close(torch.stack([data.eval[0][0], data.eval[1][0]]), wanted, rtol=0, atol=1.01 / 255 / std)
+    assert data.train[0][0].shape == (1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "channels"),
+    [
+        (nn.Conv2d(3, 4, 3), 3),
+        (nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), 1),
+        (nn.Sequential(nn.Flatten(), nn.Linear(48, 4)), 3),
+        (nn.ReLU(), 3),
+    ],
+)
+def test_the_channels_that_a_model_takes(images: Path, model: nn.Module, channels: int):
+    data = open_task(settings(images))
+    data.suit(model)
+    assert data.eval[0][0].shape == (channels, 4, 4)
 
 
 def test_train_and_val_folders(images: Path, tmp_path: Path):

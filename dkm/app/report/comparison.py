@@ -179,7 +179,7 @@ def rows(comparison: Comparison) -> list[list[str]]:
         lines.append(["not compressed", "", size, "", before, "", "", ""])
     for each in sorted(comparison.runs, key=lambda each: -(each.run.size or 0)):
         run = each.run
-        after = "" if run.after is None else _with_error(run, run.after, run.error_after if run.finished else None)
+        after = "" if run.after is None else _with_error(run, run.after, run.error_after)
         has_change = run.after is not None and run.before is not None
         lines.append(
             [
@@ -229,7 +229,7 @@ def size_figure(comparison: Comparison) -> Figure | None:
             each.look.split()[0],
             each.run.size,
             each.run.after,
-            each.run.error_after if each.run.finished else None,
+            each.run.error_after,
             f"{each.label}: {size_text(each.run.size)}, {_with_error(each.run, each.run.after, each.run.error_after)}",
         )
         for each in comparison.runs

@@ -20,7 +20,7 @@ def summary(path: str | os.PathLike) -> str:
 
 def _line(run: Run, label: str, figure: str, more: list[str]) -> str:
     """A line of the table, whose first column is as wide as its longest label."""
-    return f"  {label:<{len(run.measure.title) + 2}}{figure:<14}" + ", ".join(more)
+    return f"  {label:<{len(run.measure.title) + 2}}{figure:<18}" + ", ".join(more)
 
 
 def _measured(run: Run) -> str:
@@ -29,9 +29,10 @@ def _measured(run: Run) -> str:
         return ""
     more = [] if before is None else [f"was {measure.text(before)}", measure.change(before, after)]
     more += [] if run.untrained is None else [f"k-means alone {measure.amount(run.untrained)}"]
-    if run.finished and run.examples:
+    if run.examples:
         more.append(f"{run.examples:,.0f} {run.examples_are}")
-    return _line(run, measure.title, measure.text(after), more)
+    error = "" if run.error_after is None else f" ± {run.error_after:.2f}"
+    return _line(run, measure.title, f"{measure.text(after)}{error}", more)
 
 
 def _size(run: Run) -> str:
@@ -40,7 +41,7 @@ def _size(run: Run) -> str:
     more = []
     if run.dense_size and run.ratio:
         more = [f"was {size_text(run.dense_size)}", f"{ratio_text(run.ratio)}x smaller"]
-    if run.finished and run.paper_size:
+    if run.paper_size and run.paper_size != run.size:
         more.append(f"paper's count {size_text(run.paper_size)}")
     return _line(run, "size", size_text(run.size), more)
 

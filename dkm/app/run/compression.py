@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ... import __version__
 from ...compress import compress_
-from ...formats.dkm_file import load, save
+from ...formats.container import array_sizes
+from ...formats.dkm_file import encode, load, save
 from ...foundation.errors import FileError
 from ...plans.language import parse_size
 from ...plans.plan import plan as make_plan
@@ -23,7 +24,7 @@ from ..errors import Problem, WriteProblem, as_problems, reason_of
 from ..measures import Score
 from ..places import located
 from ..processes import rank
-from ..run_folder import Checkpoint, Result, RunFolder, plan_file
+from ..run_folder import Beginning, Checkpoint, Result, RunFolder, plan_file
 from ..settings import Settings, as_command, clustering_options
 from ..tasks import LanguageTask
 from .evaluation import evaluate
@@ -133,9 +134,10 @@ class _Run:
         uncompressed = teacher(model) if settings.teacher == "self" else None
         with as_problems():
             compress_(model, self.plan, method=settings.method, **clustering_options(settings, self.steps))
-        self.listener.planned(self.plan)
+        sizes = self._sizes()
+        self.listener.planned(self.plan, sum(sizes.values()))
         if not self.resume and self.is_main_process:
-            self.folder.create(settings, plan_file(self.plan, self.text or ""), samples)
+            self.folder.create(settings, plan_file(self.plan, self.text or "", self._beginning(sizes)), samples)
         training = Training(
             self.stage,
             model,
@@ -161,7 +163,7 @@ class _Run:
         if self.plan is not None:
             with as_problems():
                 compress_(self.model, self.plan, method=settings.method, **clustering_options(settings, self.steps))
-            self.listener.planned(self.plan)
+            self.listener.planned(self.plan, sum(self._sizes().values()))
         else:
             self.listener.note(f"the run begins by choosing the plan for {settings.target_size}")
         texts = f"{self.order.examples:,} texts that the model writes" if own else f"{task.train_count:,} {task.unit}"
@@ -169,6 +171,22 @@ class _Run:
             f"{self.steps:,} steps on {texts}, {stage.batch_size} in each; {task.eval_count:,} to measure with"
         )
         self.listener.note(f"all of this can be run; nothing was written to {settings.out}")
+
+    def _sizes(self) -> dict[str, int]:
+        """The bytes of each array of the file, and of its header, as it would be now; in the first process."""
+        return array_sizes(encode(self.model, coding=self.settings.coding)) if self.is_main_process else {}
+
+    def _beginning(self, sizes: dict[str, int]) -> Beginning:
+        """What is known before the first step; `sizes` are those of what the file will hold."""
+        task = self.stage.task
+        return Beginning(
+            model="" if type(self.model).__module__.startswith("torch.") else type(self.model).__name__,
+            date=_now(),
+            metric=task.measure.name,
+            unit=task.unit,
+            before=self.before.figures(task.measure),
+            file=sizes,
+        )
 
     def _own_texts(self) -> Tensor | None:
         """Let the uncompressed language model write the texts to train on, once: a resumed run reads them."""
@@ -215,7 +233,8 @@ class _Run:
 
     def _result(self, after: Score, seconds: float) -> Result:
         assert self.plan is not None  # since `start`
-        dense, file_bytes = 4 * self.plan.parameters, self.folder.model.stat().st_size
+        sizes = array_sizes(self.folder.model.read_bytes())
+        dense, file_bytes = 4 * self.plan.parameters, sum(sizes.values())
         task, before = self.stage.task, self.before
         name = task.measure.name
         result = Result(
@@ -226,16 +245,21 @@ class _Run:
             bytes_dense=dense,
             bytes_paper=self.plan.bytes,
             bytes_file=file_bytes,
+            file=sizes,
             ratio=dense / file_bytes,
             seconds=seconds,
             steps=self.steps,
             command=as_command(located(self.settings)),
             seed=self.settings.seed,
-            date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            date=_now(),
             finished=True,
             environment=_environment(self.stage.accelerator),
         )
         return cast(Result, {f"{name}_before": before.value, f"{name}_after": after.value, **result})
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _score_before(checkpoint: Checkpoint, examples: int) -> Score:

@@ -121,7 +121,7 @@ def test_one_layer_or_hundreds(run: Callable[..., Path], layers: int):
     assert set(page.headings) > SECTIONS
     assert page.count("tr") == 1 + 2 * layers
     bars = [attributes for _, attributes in page.tags if attributes.get("class") == "track"]
-    assert len(bars) == min(2 * layers, BARS + 1)
+    assert len(bars) == min(2 * layers, BARS + 1) + 3  # two for the whole, and what is of no tensor
     assert page.count("details") == (2 if layers > 1 else 1)  # a long table is folded
     assert (folder / "report.html").stat().st_size < 1_000_000
     assert "Shaded" in page.text if layers > 1 else "Shaded" not in page.text

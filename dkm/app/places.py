@@ -25,7 +25,7 @@ def located(settings: Settings) -> Settings:
 def without_places(text: str, settings: dict[str, Any]) -> str:
     """The text with only the last part of each absolute path that these settings name: the report is for strangers."""
     named: set[str] = set()
-    for key in ("model", "weights", "data", "eval-data"):
+    for key in ("model", "weights", "data", "eval-data", "out"):
         value = settings.get(key)
         named.update(str(each) for each in (value if isinstance(value, list) else [value]) if each)
     for name in sorted(filter(os.path.isabs, named), key=len, reverse=True):

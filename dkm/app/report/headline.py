@@ -1,5 +1,6 @@
 """The top of the page: accuracy or perplexity, and size, in large figures, and in a few sentences."""
 
+import re
 from dataclasses import dataclass
 
 from ...foundation.text import size_text
@@ -22,7 +23,7 @@ def tiles(run: Run) -> list[Tile]:
     """Accuracy or perplexity, size, and how many times smaller; as far as they are known."""
     found = []
     if run.after is not None:
-        measure, more = run.measure, [reliability(run)]
+        measure, more = run.measure, [with_hard_spaces(reliability(run))]
         if run.before is not None:
             difference = measure.change(run.before, run.after).replace("-", "−")  # a real minus, not a hyphen
             more.append(f"{difference}, was {with_hard_spaces(measure.text(run.before))}")
@@ -38,7 +39,7 @@ def tiles(run: Run) -> list[Tile]:
 
 def reliability(run: Run) -> str:
     """What the accuracy rests on: ± 1.86 on 300 images."""
-    error = "" if run.error_after is None else f"±\u00a0{run.error_after:.2f}"
+    error = "" if run.error_after is None else f"± {run.error_after:.2f}"
     examples = f"on {run.examples:,.0f} {run.examples_are}" if run.examples else ""
     return f"{error} {examples}".strip()
 
@@ -117,5 +118,5 @@ def _measured(measure: Measure, after: float, before: float | None) -> str:
 
 
 def with_hard_spaces(text: str) -> str:
-    """Keep a percent sign on the line of its number."""
-    return text.replace(" %", "\u00a0%")
+    """Keep a unit, and ±, on the line of its number."""
+    return re.sub(r"(?<=\d) (?=%|(?:MB|kB|B)\b)|(?<=±) ", "\u00a0", text)

@@ -52,12 +52,17 @@ def page(run: Run) -> str:
         training=training_figures(run),
         sizes=sizes(run),
         weights=weight_figures(run),
+        weights_text=WEIGHTS if run.last_step else "A histogram of the weights. The lines are the centroids.",
         clustering=clustering_figures(run),
         plan=plan_table(run),
         facts=_facts(run),
     )
 
 
+WEIGHTS = (
+    "How the weights gather around their centroids while they train: a histogram of the weights at some moments, from "
+    "the start, above, to the end. The lines are the centroids."
+)
 COMPARISON = "comparison.html"
 _MARK = b'<meta name="generator" content="dkm compare">'
 

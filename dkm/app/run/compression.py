@@ -32,6 +32,7 @@ from .listener import Listener
 from .sampling import write_texts
 from .stage import Stage, open_stage
 from .stopping import stop_requests
+from .tracking import check_tracker, start_tracker, stop_tracker, tracked_result
 from .training import Training
 
 
@@ -42,21 +43,24 @@ def compress(settings: Settings, listener: Listener | None = None, *, resume: bo
     can put right, such as another process that runs in the same folder, and Stopped after SIGINT or SIGTERM, with a
     checkpoint written.
     """
-    with contextlib.ExitStack() as locks:
+    with contextlib.ExitStack() as stack:
         if resume and settings.out is not None and rank() == 0:  # one lock for all processes of a run
-            locks.enter_context(RunFolder(Path(settings.out)).lock())
+            stack.enter_context(RunFolder(Path(settings.out)).lock())
         run = _Run(settings, listener or Listener(), resume)
         with stop_requests() as requested:
             run.stage.stop_requested = requested
             training = run.start()
             if not resume and run.is_main_process:
-                locks.enter_context(run.folder.lock())
+                stack.enter_context(run.folder.lock())
             try:
+                start_tracker(run.stage, run.folder, training.done, run.before.value)
+                stack.callback(stop_tracker, run.stage)
                 training.run()
             except WriteProblem:  # there is room for nothing more, and the user wants to keep what there is
                 raise
             except Problem:
                 if not resume and run.is_main_process and not run.folder.checkpoint.exists():
+                    stop_tracker(run.stage)
                     run.folder.remove()  # this run has made it, and there is nothing in it to go on with
                 raise
         return run.finish(training)
@@ -83,6 +87,7 @@ class _Run:
         if settings.out is None:
             raise Problem("where to? give --out FOLDER")
         self.folder = RunFolder(Path(settings.out))
+        check_tracker(settings)
         self.stage, self.model = open_stage(settings, listener)
         self.is_main_process = self.stage.accelerator.is_main_process
         self.order = self.stage.make_order()
@@ -216,6 +221,7 @@ class _Run:
             result = self._result(after, training.elapsed())
             self.folder.write_result(result)
             report.write(self.folder.path)
+            accelerator.log(tracked_result(result), step=self.steps)
             self.listener.finished(result)
         accelerator.wait_for_everyone()
         written = self.folder.read_result()

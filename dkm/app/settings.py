@@ -171,9 +171,7 @@ class Settings:
     )
     device: str = _setting("auto", "auto: a GPU where there is one", _RUNNING, choices=("auto", "cpu"))
     seed: int = _setting(0, "of everything random", _RUNNING, least=0)
-    tracker: str = _setting(
-        NO_TRACKER, "also log to tensorboard or wandb, with files in --out, or to FILE.py:FUNCTION", _RUNNING
-    )
+    tracker: str = _setting(NO_TRACKER, "where to log the figures besides log.jsonl", _RUNNING, word="NAME")
     checkpoint_every: float = _setting(60.0, "seconds from one checkpoint to the next", _RUNNING, least=0)
 
 

@@ -1,6 +1,5 @@
 """Trackers: what they are told is what the log says."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,52 +9,11 @@ import pytest
 pytest.importorskip("accelerate")
 import accelerate
 from small_run import finish, log, make_place, settings
+from tracker_of_lines import OWN, lines
 
 from dkm.app.errors import Problem
 from dkm.app.run import Stopped, tracking
 from dkm.app.settings import Settings
-
-OWN = '''
-import json
-from accelerate.tracking import GeneralTracker
-
-class Lines(GeneralTracker):
-    """A line for each call, in a file of the run folder."""
-
-    name, requires_logging_directory = "lines", False
-
-    def __init__(self, folder):
-        super().__init__()
-        self.file = folder / "lines.jsonl"
-        self.write("start")
-
-    @property
-    def tracker(self):
-        return self.file
-
-    def write(self, *what):
-        with open(self.file, "a") as stream:
-            print(json.dumps(what), file=stream)
-
-    def store_init_configuration(self, values):
-        self.write("config", values)
-
-    def log(self, values, step=None, **kwargs):
-        self.write("log", step, values)
-
-    def finish(self):
-        self.write("finish")
-
-def wrong(folder):
-    return "no tracker"
-
-class Refused(Lines):
-    def start(self):
-        raise RuntimeError("you are not logged in\\nor so")
-
-    def finish(self):
-        raise AssertionError("it has not started")
-'''
 
 
 @pytest.fixture
@@ -63,10 +21,6 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(OWN)
     sys.modules.pop("own", None)  # of another test: it is another file
     return make_place(tmp_path)
-
-
-def lines(run: Path) -> list[list[Any]]:
-    return [json.loads(line) for line in (run / "lines.jsonl").read_text().splitlines()]
 
 
 def logged(run: Path) -> list[tuple[int, dict[str, float]]]:

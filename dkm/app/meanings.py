@@ -32,6 +32,12 @@ MEANINGS: dict[str, dict[str, str]] = {
         "last": "through the last iteration alone: faster, less exact",
         "implicit": "as if the iterations had come to rest: solves a system of equations",
     },
+    "tracker": {
+        "none": "nowhere",
+        "tensorboard": "for TensorBoard, in the folder of the run",
+        "wandb": "for Weights & Biases; without an account, set WANDB_MODE=offline",
+        "FILE.py:FUNCTION": "gets the folder, returns a GeneralTracker of Accelerate",
+    },
     "augment": {
         "none": "not at all",
         "light": "flips, and crops at the scale of evaluation",

@@ -21,13 +21,14 @@ def located(settings: Settings) -> Settings:
         data=tuple(each if each == OWN_SAMPLES else _absolute(each) for each in data),
         eval_data=tuple(map(_absolute, evaluation)),
         class_list=None if settings.class_list is None else _absolute(settings.class_list),
+        tracker=_absolute(settings.tracker) if _is_function(settings.tracker) else settings.tracker,
     )
 
 
 def without_places(text: str, settings: dict[str, Any]) -> str:
     """The text with only the last part of each absolute path that these settings name: the report is for strangers."""
     named: set[str] = set()
-    for key in ("model", "weights", "data", "eval-data", "class-list"):
+    for key in ("model", "weights", "data", "eval-data", "class-list", "out", "tracker"):
         value = settings.get(key)
         named.update(str(each) for each in (value if isinstance(value, list) else [value]) if each)
     for name in sorted(filter(os.path.isabs, named), key=len, reverse=True):

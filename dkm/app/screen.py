@@ -15,6 +15,7 @@ from .pace import Pace, speed_text
 from .processes import rank
 from .run import Listener
 from .run_folder import EvalRecord, Result, RunFolder, StepRecord, figures
+from .run_time import run_time_sentence
 from .settings import Settings, as_toml
 from .tasks import Task
 
@@ -95,12 +96,13 @@ class Screen(Listener):
             self.stop()
         return True
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: Plan, file_bytes: int) -> None:
         kept = [row for row in plan.rows if row.bits is None]
         self.note(f"\n{plan.table(self.console.width, plan.clustered)}")
         if kept:
             self.note(f"... and {len(kept)} kept in 16 bit, {sum(row.stored_bytes for row in kept):,} bytes")
-        self.note(f"{plan.summary()}\n")
+        ratio = 4 * plan.parameters / max(file_bytes, 1)
+        self.note(f"{plan.summary()}\nthe file will take {size_text(file_bytes)}, {ratio:.1f}x smaller than float32\n")
 
     def training_begins(self, done: int, steps: int, steps_per_epoch: int, lr: float) -> None:
         self.steps = steps
@@ -169,12 +171,15 @@ class Screen(Listener):
             error = "" if found.error_after is None else f", standard error {found.measure.text(found.error_after)}"
             lines["measured"] = f"on {found.examples:,} {found.unit}{error}"
         lines["size"] = f"{sizes}, {result['ratio']:.1f} times smaller"
+        lines["memory"] = run_time_sentence(result["bytes_dense"])
         lines["time"] = clock_text(result["seconds"])
         for label, file in (("file", self.folder.model), ("report", self.folder.report)) if self.folder else ():
             if file.exists():
                 lines[label] = str(file)
+        margin = max(map(len, lines)) + 2
         for label, text in lines.items():
-            self.note(f"{label:<{max(map(len, lines)) + 2}}{text}")
+            broken = textwrap.wrap(text, self.console.width - margin) if label == "memory" else [text]
+            self.note(f"{label:<{margin}}" + f"\n{'':<{margin}}".join(broken))
 
 
 def in_words(score: Score, task: Task) -> str:

@@ -43,6 +43,8 @@ def _clustering_setting(name: str, help: str, *, word: str = "") -> Any:
     )
 
 
+NO_TRACKER = "none"
+TRACKERS = (NO_TRACKER, "tensorboard", "wandb")
 _MODEL, _TRAINING, _CLUSTERING, _DATA, _RUNNING = "Model and data", "Training", "Clustering", "Reading data", "Running"
 
 
@@ -183,6 +185,7 @@ class Settings:
         "auto", "auto (a GPU where there is one), cpu, cuda, or cuda:1 for a GPU by its number", _RUNNING, word="DEVICE"
     )
     seed: int = _setting(0, "of everything random", _RUNNING, least=0)
+    tracker: str = _setting(NO_TRACKER, "where to log the figures besides log.jsonl", _RUNNING, word="NAME")
     checkpoint_every: float = _setting(60.0, "seconds from one checkpoint to the next", _RUNNING, least=0)
 
 
@@ -191,7 +194,7 @@ LONGEST_CONFIG = 1_000_000  # characters
 OWN_SAMPLES = "self"  # as --data: what the language model itself writes
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
 # These change how a run is computed, not what comes out.
-CHANGEABLE_ON_RESUME = ("workers", "checkpoint_every")
+CHANGEABLE_ON_RESUME = ("workers", "checkpoint_every", "tracker")
 
 
 def flag(name: str) -> str:
@@ -254,6 +257,8 @@ def _check_training(settings: Settings) -> None:
         raise Problem(
             f"--device must be auto, cpu, cuda, or cuda:1 for a GPU by its number, and not '{settings.device}'"
         )
+    if settings.tracker not in TRACKERS and ".py:" not in settings.tracker:
+        raise Problem(f"--tracker must be {', '.join(TRACKERS)} or FILE.py:FUNCTION, and not '{settings.tracker}'")
     if settings.seed >= 2**63:
         raise Problem(f"--seed must be less than 2^63, and not {settings.seed}")
 
@@ -286,7 +291,7 @@ def _checked(name: str, value: Any) -> Any:
         raise Problem(f"{flag(name)} must be true or false, and not {value!r}")
     if name == "tau" and isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)  # a number in a config file
-    if name in ("autocast", "weights", "teacher") and value is False:
+    if name in ("autocast", "weights", "teacher", "tracker") and value is False:
         value = "no" if name == "autocast" else "none"  # YAML reads an unquoted `no` as false
     if wanted is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):

@@ -165,6 +165,12 @@ def stored_arrays(container: Container) -> dict[str, Array]:
     return arrays
 
 
+def array_sizes(data: bytes) -> dict[str, int]:
+    """The bytes of each array of a file, and those of all else as its `header`: together they are the whole file."""
+    sizes = {name: len(array.data) for name, array in stored_arrays(from_bytes(data, "the file")).items()}
+    return {**sizes, "header": len(data) - sum(sizes.values())}  # names of arrays have a slash in them
+
+
 def checked_shape(shape: Any, name: str) -> tuple[int, ...]:
     """The shape that a JSON value says; Contradiction unless a tensor can have it."""
     if not isinstance(shape, list) or not all(map(is_size, shape)):

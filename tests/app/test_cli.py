@@ -279,11 +279,13 @@ def test_demo(place: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     from dkm.app import demo
 
     draw = demo.make_images
-    monkeypatch.setattr(demo, "make_images", lambda folder, count: draw(folder, count // 5))  # all of it, but faster
+    monkeypatch.setattr(  # all of it, but faster
+        demo, "make_images", lambda folder, count, seed=0: draw(folder, count // 5, seed)
+    )
     monkeypatch.setattr(demo.train, "__defaults__", (1, 0))
     for given, folder in ((["--out", "demo"], "demo"), ([], "dkm-demo-output"), ([], "dkm-demo-2-output")):
         call("demo", *given)
-        assert len(list(Path(folder, "images").rglob("*.png"))) == 60
+        assert len(list(Path(folder, "images").rglob("*.png"))) == 120
         assert {path.name for path in Path(folder, "run").iterdir()} >= {"model.dkm", "report.html", "result.json"}
         assert f"dkm compress --model {folder}/network.py:network" in capsys.readouterr().out
 

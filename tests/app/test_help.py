@@ -111,6 +111,7 @@ def test_the_wider_page_is_not_wider_than_can_be_read(capsys: pytest.CaptureFixt
 def test_every_value_has_a_meaning(capsys: pytest.CaptureFixture):
     choices = {name: declared.metadata["choices"] for name, declared in settings.FIELDS.items()}
     choices |= {"method": tuple(METHODS), "gradient": GRADIENTS, "tau": tuple(MEANINGS["tau"])}
+    choices |= {"tracker": (*settings.TRACKERS, "FILE.py:FUNCTION")}
     for name, meanings in MEANINGS.items():
         assert tuple(meanings) == choices[name]
     assert all(temperature.parse(value) is not None for value in MEANINGS["tau"])

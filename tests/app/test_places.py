@@ -104,3 +104,7 @@ def test_a_place_with_quotation_marks():
     name = "/home/o'\"n/images"
     text = f"""data = [{json.dumps(name)}]\n--data '/home/o'"'"'"n/images'"""
     assert "home" not in without_places(text, {"data": [name]})
+
+
+def test_the_folder_of_the_run_is_no_place_to_show():
+    assert without_places("dkm compress --out /home/me/run", {"out": "/home/me/run"}) == "dkm compress --out run"

@@ -21,6 +21,7 @@ pytest.importorskip("typer")
 pytest.importorskip("accelerate")
 import accelerate
 from command_place import flags, make_place
+from tracker_of_lines import OWN, lines
 
 from dkm.app import cli, settings
 from dkm.app.errors import Problem
@@ -123,6 +124,16 @@ def test_two_processes_share_the_writing_of_a_language_model(tmp_path: Path, mon
     assert (tokens[:, 0] == 1).all()
     assert len(tokens.unique(dim=0)) == 32  # neither a text that nobody wrote nor one that both did
     assert json.loads(Path("run/result.json").read_text())["steps"] == 2
+
+
+def test_the_first_of_two_processes_has_the_tracker(place: Path):
+    Path("own.py").write_text(OWN)
+    assert codes(fork(*flags(tracker="own.py:Lines", batch_size="4"))) == [0, 0]
+    kinds = [kind for kind, *_ in lines(Path("run"))]
+    assert [kinds.count(kind) for kind in ("start", "config", "finish")] == [1, 1, 1]
+    steps = [record["step"] for record in jsonl.read(Path("run/log.jsonl")) if record["kind"] == "step"]
+    told = [rest for kind, *rest in lines(Path("run")) if kind == "log"]
+    assert [step for step, values in told if "train/loss" in values] == steps
 
 
 def test_two_processes_stopped_and_resumed(place: Path):

@@ -149,8 +149,8 @@ def test_a_comparison_has_every_run_its_error_and_what_differs(tmp_path: Path, c
     text = (tmp_path / "runs" / "comparison.html").read_text(encoding="utf-8")
     page = Page(text)
     assert page.headings == ["Accuracy and size", "The runs", "Training", "Run them again"]
-    assert "The best run, fine, gives 91.50\xa0% in 20.0 kB" in page.text
-    assert "The smallest, coarse, gives 85.25\xa0% in 5.0 kB" in page.text
+    assert "The best run, fine, gives 91.50\xa0% in 20.0\xa0kB" in page.text
+    assert "The smallest, coarse, gives 85.25\xa0% in 5.0\xa0kB" in page.text
     assert "2026-11-19" in page.text
     assert page.count("tr") == 1 + 1 + 4
     assert sum(tag == "path" and "error" in given["class"] for tag, given in page.tags if "class" in given) == 2 * 3

@@ -22,7 +22,7 @@ def demo_command(
         typer.Option(metavar="FOLDER", help="the folder for all of it, a new one; without: dkm-demo-output"),
     ] = None,
 ) -> None:
-    """Draw 300 pictures, train a network on them, compress it.  Under a minute; needs no data."""
+    """Draw 600 pictures, train a network on them, compress it.  Under a minute; needs no data."""
     if out is None:
         names = itertools.chain(["dkm-demo-output"], (f"dkm-demo-{number}-output" for number in itertools.count(2)))
         out = next(path for path in map(Path, names) if not path.exists())
@@ -31,14 +31,13 @@ def demo_command(
     torch.set_num_threads(1)  # the network is small: threads would only wait for one another
     network, weights = f"{out / 'network.py'}:network", out / "dense.safetensors"
     with Screen() as screen:
-        screen.note(f"drawing 300 pictures into {out / 'images'}")
-        demo.make_images(out / "images", 300)
+        screen.note(f"drawing 600 pictures into {out / 'images'}, half of them to measure with")
+        demo.make_images(out / "images" / "train", 300)
+        demo.make_images(out / "images" / "val", 300, seed=1)
         write_atomically(out / "network.py", demo.NETWORK)
         screen.note("training a small network on them, to have something to compress\n")
         demo.train(network, out / "images", weights)
-        given: dict[str, Any] = dict(
-            model=network, weights=str(weights), data=[str(out / "images")], plan="cv:2/8, fc:8"
-        )
-        given |= dict(epochs=5, batch_size=32, lr=2e-3, image_size=demo.SIZE, out=str(out / "run"))
+        given: dict[str, Any] = dict(model=network, weights=str(weights), data=[str(out / "images")], plan=demo.PLAN)
+        given |= dict(epochs=5, batch_size=32, lr=6e-3, image_size=demo.SIZE, out=str(out / "run"))
         screen.note(settings.as_command(settings.make(given)) + "\n")
     run_and_show(given, {})

@@ -49,18 +49,18 @@ def chart(
     log: bool = False,
     from_zero: bool = False,
 ) -> Figure | None:
-    """The curves over the training; None where there are no points.
+    """The curves over the training; None where there are no points, or none but those of the start.
 
     `unit` names what is counted along the training.  The vertical axis is logarithmic with `log`, and starts at 0 with
     `from_zero`.
     """
     lines = [line for line in lines if line.points]
     points = [p for line in lines for p in (*line.points, *line.band[0], *line.band[1]) if not log or p[1] > 0]
-    if not points:
+    end = max((x for x, _ in points), default=0.0)
+    if not end:
         return None
     low, high = min(y for _, y in points), max(y for _, y in points)
     axis = log_axis(low, high) if log else linear_axis(0.0 if from_zero else low, high)
-    end = max(x for x, _ in points) or 1.0
     scale: Callable[[float], float] = math.log10 if log else float
 
     def place(point: Point) -> Point:

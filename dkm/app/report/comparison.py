@@ -166,7 +166,7 @@ def _result(each: Compared) -> str:
 
 def columns(comparison: Comparison) -> list[str]:
     """The titles of the table's columns."""
-    return ["run", "asked for", "size", "smaller", comparison.first.measure.title, "change", "k-means", "time"]
+    return ["run", "size", "smaller", comparison.first.measure.title, "change", "k-means", "time", "asked for"]
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
@@ -176,21 +176,21 @@ def rows(comparison: Comparison) -> list[list[str]]:
     if original := _original(comparison):
         before = "" if original.before is None else _with_error(original, original.before, original.error_before)
         size = "" if original.dense_size is None else size_text(original.dense_size)
-        lines.append(["not compressed", "", size, "", before, "", "", ""])
+        lines.append(["not compressed", size, "", before, "", "", "", ""])
     for each in sorted(comparison.runs, key=lambda each: -(each.run.size or 0)):
         run = each.run
-        after = "" if run.after is None else _with_error(run, run.after, run.error_after if run.finished else None)
+        after = "" if run.after is None else _with_error(run, run.after, run.error_after)
         has_change = run.after is not None and run.before is not None
         lines.append(
             [
                 each.label if run.finished else f"{each.label} (not finished)",
-                each.asked,
                 "" if run.size is None else size_text(run.size),
                 "" if run.ratio is None else f"{ratio_text(run.ratio)}x",
                 after,
                 measure.change(run.before or 0, run.after or 0) if has_change else "",
                 "" if run.untrained is None else measure.amount(run.untrained),
                 "" if run.seconds is None else duration_text(run.seconds),
+                each.asked,
             ]
         )
     return lines
@@ -211,7 +211,7 @@ def text(comparison: Comparison, width: int) -> str:
     """The table as text of at most so many columns, with what there is to say about it."""
     shown = [columns(comparison), *rows(comparison)]
     used = [at for at in range(len(shown[0])) if any(line[at] for line in shown[1:])]
-    shown = [[line[at] for at in (0, *used[2:], 1)] for line in shown]  # free text comes last
+    shown = [[line[at] for at in used] for line in shown]
     align = "<" + ">" * (len(used) - 2) + "<"
     spare = ("time", "k-means", "change")
     lines = [text_table(shown, align, width, shrink_last=True, spare=spare)]
@@ -229,7 +229,7 @@ def size_figure(comparison: Comparison) -> Figure | None:
             each.look.split()[0],
             each.run.size,
             each.run.after,
-            each.run.error_after if each.run.finished else None,
+            each.run.error_after,
             f"{each.label}: {size_text(each.run.size)}, {_with_error(each.run, each.run.after, each.run.error_after)}",
         )
         for each in comparison.runs
@@ -256,7 +256,7 @@ def size_figure(comparison: Comparison) -> Figure | None:
 def curves(comparison: Comparison) -> list[Figure]:
     """How the runs went on: what they measured, the loss, and how much snapping changes the weights."""
     runs, measure = comparison.runs, comparison.first.measure
-    unit = "epoch" if all(each.run.unit == "epoch" for each in runs) else "step"
+    unit = "epoch" if all(each.run.unit == "epoch" for each in runs if each.run.last_step) else "step"
 
     def lines(of: Any, form: str, factor: float = 1, marks: bool = False) -> list[Line]:
         drawn = []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .charts import Figure, Line, Points, chart
-from .reader import Layers, Measured, Number, Run
+from .reader import Layers, Measured, Number, Run, number
 
 LOOKS = ("b thin", "c thin", "d thin", "e thin")  # of the tensors that have a curve of their own
 
@@ -22,22 +22,36 @@ def training_figures(run: Run) -> list[Figure]:
         Line("snapped, as in the file", "a", snapped, measure.amount(snapped[-1][1]) if snapped else "", marks=True),
     ]
     if run.before is not None and snapped:
-        end = max(snapped[-1][0], 1e-9)
-        level = [(0.0, run.before), (end, run.before)]
+        level = [(0.0, run.before), (run.time(run.last_step or 0), run.before)]
         measured.append(Line("before", "plain dashed", level, measure.amount(run.before)))
-    trained = _points(run, [(r.step, r.loss) for r in run.steps])
-    held = _points(run, [(r.step, r.loss) for r in run.evaluations])
-    losses = [
-        Line("training", "b", trained, _last(trained, ".3g")),
-        Line("evaluation", "a", held, _last(held, ".3g"), marks=True),
-    ]
     note = "Train-time weights are averages of centroids; snapped ones are each weight’s nearest centroid."
     title = f"{measure.title.capitalize()}, {measure.axis}"
     charts = [
         chart(title, measured, run.unit, note, log=measure.lower_is_better and _is_wide(measured, times=3)),
-        chart("Loss", losses, run.unit, log=_is_wide(losses)),
+        *_loss_charts(run),
     ]
     return [figure for figure in charts if figure is not None]
+
+
+def _loss_charts(run: Run) -> list[Figure | None]:
+    """The losses: those of a distillation are different quantities, and have an axis each."""
+    trained = _points(run, [(r.step, r.loss) for r in run.steps])
+    held = _points(run, [(r.step, r.loss) for r in run.evaluations])
+    lines = [
+        Line("training", "b", trained, _last(trained, ".3g")),
+        Line("evaluation", "a", held, _last(held, ".3g"), marks=True),
+    ]
+    if not run.is_taught:
+        return [chart("Loss", lines, run.unit, log=_is_wide(lines))]
+    labels = ", and from the labels" if number(run.config.get("label-share")) else ""
+    notes = (
+        f"How far the answers are from those of the uncompressed network{labels}.",
+        "The mean negative log likelihood of the labels, with snapped weights.",
+    )
+    return [
+        chart(f"{line.label.capitalize()} loss", [line], run.unit, note, log=_is_wide([line]))
+        for line, note in zip(lines, notes, strict=True)
+    ]
 
 
 def _is_wide(lines: list[Line], times: float = 30) -> bool:
@@ -68,7 +82,7 @@ def clustering_figures(run: Run) -> list[Figure]:
     band = "" if is_one else " Shaded: from the lowest layer to the highest."
 
     def iterations(measured: Measured) -> Number:
-        return measured.iterations
+        return measured.iterations or None  # 0 is that nothing was clustered yet, at the start of a training
 
     def tau(measured: Measured) -> Number:
         return measured.tau

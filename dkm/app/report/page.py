@@ -9,10 +9,11 @@ from markupsafe import Markup
 from ...foundation.atomic import write_atomically
 from ..errors import Problem, WriteProblem, reason_of
 from ..run_folder import RunFolder
+from ..run_time import run_time_sentence
 from . import comparison as comparisons
 from .comparison import Comparison
 from .curves import clustering_figures, training_figures
-from .headline import sentences, state, tiles, with_hard_spaces
+from .headline import asked, kicker, sentences, size_bars, state, tiles, with_hard_spaces
 from .plan_table import plan_table
 from .reader import Run, read
 from .ridges import weight_figures
@@ -41,18 +42,27 @@ def page(run: Run) -> str:
     return _templates.get_template("page.html").render(
         run=run,
         style=Markup(_read("style.css")),
+        kicker=kicker(run),
+        asked=asked(run),
         state=state(run),
         sentences=sentences(run),
         tiles=tiles(run),
+        size_bars=size_bars(run),
+        memory=run_time_sentence(run.dense_size) if run.dense_size else "",
         training=training_figures(run),
         sizes=sizes(run),
         weights=weight_figures(run),
+        weights_text=WEIGHTS if run.last_step else "A histogram of the weights. The lines are the centroids.",
         clustering=clustering_figures(run),
         plan=plan_table(run),
         facts=_facts(run),
     )
 
 
+WEIGHTS = (
+    "How the weights gather around their centroids while they train: a histogram of the weights at some moments, from "
+    "the start, above, to the end. The lines are the centroids."
+)
 COMPARISON = "comparison.html"
 _MARK = b'<meta name="generator" content="dkm compare">'
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from .reader import Measured, Run
+from .sizes import stored_sizes
 from .words import percent_text
 
 FOLD = 40  # rows; a longer table is folded away on the screen
@@ -46,12 +47,12 @@ def plan_table(run: Run) -> PlanTable | None:
     grouped = any(" x " in row["centroids"] for row in run.rows)
     columns = ["shape", "weights", "bits/dim", *(["centroids"] if grouped else []), "bytes"]
     columns += ["entropy", "unused", "snap gap"] if measured else []
-    rows = []
+    rows, taken = [], stored_sizes(run).tensors
     for row in run.rows:
         shape = row["shape"]
         cells = ["×".join(map(str, shape)) or "–", f"{math.prod(shape):,}", row["label"]]
         cells += [row["centroids"].replace("x", "×")] if grouped else []
-        cells += [f"{row['bytes']:,}"]
+        cells += [f"{taken[row['name']]:,}"]
         cells += _measured_cells(measured.get(row["name"], Measured())) if measured else []
         rows.append(TableRow(row["name"], cells, row["reason"]))
     clustered = sum(row["bits"] is not None for row in run.rows)

@@ -18,6 +18,7 @@ from ..measures import Measure, named_measure
 from ..places import without_places
 from ..run_folder import (
     FILES,
+    Beginning,
     EvalRecord,
     HistogramRecord,
     LayersRecord,
@@ -58,6 +59,8 @@ class Evaluation(_Logged):
     soft: Number
     snapped: Number
     loss: Number
+    error: Number  # the standard error of `snapped`
+    examples: Number
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Run:
     config_text: str
     config: dict[str, Any]  # what config_text says
     model: str | None
+    model_class: str  # empty where it is not known
     epochs: Number
     plan_text: str | None
     rows: list[PlanRow]
@@ -109,13 +113,16 @@ class Run:
     before: Number  # of the uncompressed model
     measured_after: Number  # of the file
     error_before: Number  # standard errors of these two; older runs have none
-    error_after: Number
+    error_measured_after: Number
     examples: Number  # how many were evaluated, where that is known
     examples_are: str  # what they are: images
     others: list[Other]  # what was measured besides
     bytes_dense: Number
     bytes_paper: Number
     bytes_file: Number
+    stored: dict[
+        str, int
+    ]  # the arrays of the file and its `header` -> their bytes, expected ones until there is a file
     seconds: Number
     seed: str | None
     date: str | None  # 2026-11-19
@@ -128,8 +135,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What was compressed: `resnet18`, and of `folder/resnet18` or `file.py:resnet18` the same."""
+        """What was compressed: `resnet18`, and of `folder/resnet18` the same.  Of `file.py:function` it is the class of
+        the model, where that is known and one of the user's own, and otherwise the function."""
         model = self.model or self.path.resolve().name
+        if self.model_class and ".py:" in model:
+            return self.model_class
         return model.rstrip("/").rpartition("/")[2].rpartition(":")[2] or model
 
     @property
@@ -143,9 +153,21 @@ class Run:
     @property
     def after(self) -> Number:
         """What was measured of the file; of a run still going that of the last evaluation."""
-        if self.finished:
+        if self.finished or self.latest is None:
             return self.measured_after
-        return next((record.snapped for record in reversed(self.evaluations) if record.snapped is not None), None)
+        return self.latest.snapped
+
+    @property
+    def error_after(self) -> Number:
+        """The standard error of `after`."""
+        if self.finished or self.latest is None:
+            return self.error_measured_after
+        return self.latest.error
+
+    @property
+    def latest(self) -> Evaluation | None:
+        """The last evaluation that gave a number."""
+        return next((record for record in reversed(self.evaluations) if record.snapped is not None), None)
 
     @property
     def untrained(self) -> Number:
@@ -164,13 +186,19 @@ class Run:
 
     @property
     def size(self) -> Number:
-        """Bytes of the file; until there is one, as the paper counts."""
-        return self.bytes_file or self.paper_size
+        """Bytes of the file, or of that to come; of an older run that is not finished, as the paper counts."""
+        return self.bytes_file or sum(self.stored.values()) or self.paper_size
 
     @property
     def ratio(self) -> Number:
         """How many times smaller the file is than the parameters in float32."""
         return self.dense_size / self.size if self.dense_size and self.size else None
+
+    @property
+    def is_taught(self) -> bool:
+        """Whether it learned from the uncompressed model: its training loss is then another quantity than that of the
+        evaluations."""
+        return self.config.get("teacher", "none") != "none"
 
     @property
     def gap(self) -> Number:
@@ -211,10 +239,12 @@ def read(path: str | os.PathLike) -> Run:
     config = _config(folder.config, config_text)
     plan, result = cast(PlanFile, _json(folder.plan)), cast(Result, _json(folder.result))
     log = _log(folder.log)
-    found = figures(result)
+    beginning = _beginning(plan)
+    found = figures(result or beginning)
     measure = found.measure
-    if not result and log["eval"]:
+    if not result and not beginning and log["eval"]:
         measure = named_measure(log["eval"][-1].get("metric"))
+    evaluations = [_evaluation(cast(EvalRecord, record)) for record in log["eval"]]
     command, seed = result.get("command") or config.get("command"), result.get("seed")
     command = " ".join(map(str, command)) if isinstance(command, list) else str(command) if command else ""
     model, plan_text = config.get("model"), plan.get("text")
@@ -223,6 +253,7 @@ def read(path: str | os.PathLike) -> Run:
         config_text=without_places(config_text, config),
         config=config,
         model=str(model) if model else None,
+        model_class=str(beginning.get("model") or ""),
         epochs=number(config.get("epochs")),
         plan_text=str(plan_text) if plan_text else None,
         rows=[_row(cast(PlanRow, row)) for row in _list(plan.get("rows")) if isinstance(row, dict)],
@@ -233,20 +264,21 @@ def read(path: str | os.PathLike) -> Run:
         before=number(found.before),
         measured_after=number(found.after),
         error_before=_amount(found.error_before),
-        error_after=_amount(found.error_after),
-        examples=_amount(found.examples),
+        error_measured_after=_amount(found.error_after),
+        examples=_amount(found.examples) or next((r.examples for r in reversed(evaluations) if r.examples), None),
         examples_are=found.unit,
         others=[Other(other.measure, number(other.before), number(other.after)) for other in found.others],
         bytes_dense=_amount(result.get("bytes_dense")),
         bytes_paper=_amount(result.get("bytes_paper")),
         bytes_file=_amount(result.get("bytes_file")),
+        stored=_stored((result or beginning).get("file")),
         seconds=_amount(result.get("seconds")),
         seed=None if seed is None else str(seed),
-        date=str(result["date"])[:10] if "date" in result else None,
+        date=str((result or beginning).get("date") or "")[:10] or None,
         command=without_places(command, config) or None,
         environment=_environment(result.get("environment")),
         steps=[_step(cast(StepRecord, record)) for record in log["step"]],
-        evaluations=[_evaluation(cast(EvalRecord, record)) for record in log["eval"]],
+        evaluations=evaluations,
         layers=[_layers(cast(LayersRecord, record)) for record in log["layers"]],
         histograms=[h for record in log["histogram"] if (h := _histogram(cast(HistogramRecord, record)))],
     )
@@ -335,6 +367,17 @@ def _row(row: PlanRow) -> PlanRow:
     )
 
 
+def _beginning(plan: PlanFile) -> Beginning:
+    found: Any = plan.get("beginning")
+    return cast(Beginning, found if isinstance(found, dict) else {})
+
+
+def _stored(found: Any) -> dict[str, int]:
+    """Nothing unless all of them are numbers: together they have to be the whole file."""
+    sizes = {str(name): _amount(size) for name, size in found.items()} if isinstance(found, dict) else {}
+    return {name: int(size) for name, size in sizes.items() if size is not None} if None not in sizes.values() else {}
+
+
 def _environment(found: Any) -> dict[str, str]:
     if not isinstance(found, dict):
         return {"environment": str(found)} if found else {}
@@ -352,6 +395,8 @@ def _evaluation(record: EvalRecord) -> Evaluation:
         soft=number(record.get("soft")),
         snapped=number(record.get("snapped")),
         loss=number(record.get("loss")),
+        error=_amount(record.get("standard_error")),
+        examples=_amount(record.get("examples")),
     )
 
 

@@ -57,7 +57,8 @@ def ridges(records: list[Histogram], moment: Callable[[int], str], unit: str, ti
         drawn.append(Markup('<path class="weights" d="{}Z"/>').format(path_data(outline)))
         drawn.append(Markup('<path class="grid" d="M{} {}H{}"/>').format(MARGIN, base, WIDTH - RIGHT))
         label = moment(record.step)
-        drawn.append(svg_text(MARGIN - 6, base - 2, "end", f"{unit} {label}" if i == 0 else label))
+        label = f"{unit} {label}" if i == 0 else label
+        drawn += [svg_text(MARGIN - 6, base - 2, "end", label)] if len(shown) > 1 else []
         places.append([(across(c), base) if low <= c <= high else None for c in record.centroids])
     drawn += _centroids(places)
     bottom = TOP + len(shown) * ROW - 8

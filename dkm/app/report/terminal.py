@@ -3,6 +3,7 @@
 import os
 
 from ...foundation.text import size_text
+from .headline import reliability
 from .reader import Run, read
 from .words import duration_text, percent_text, ratio_text
 
@@ -14,13 +15,13 @@ def summary(path: str | os.PathLike) -> str:
     run = read(path)
     lines = [f"{run.name}, {run.plan_text}" if run.plan_text else run.name]
     lines += [_measured(run), _size(run), _training(run), "" if run.finished else "  not finished"]
-    shown = [line.rstrip() for line in lines if line]
+    shown = [line.rstrip() for part in lines for line in part.splitlines()]
     return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in shown)
 
 
 def _line(run: Run, label: str, figure: str, more: list[str]) -> str:
     """A line of the table, whose first column is as wide as its longest label."""
-    return f"  {label:<{len(run.measure.title) + 2}}{figure:<14}" + ", ".join(more)
+    return f"  {label:<{max(len(run.measure.title), len('measured')) + 2}}{figure:<14}" + ", ".join(more)
 
 
 def _measured(run: Run) -> str:
@@ -29,9 +30,8 @@ def _measured(run: Run) -> str:
         return ""
     more = [] if before is None else [f"was {measure.text(before)}", measure.change(before, after)]
     more += [] if run.untrained is None else [f"k-means alone {measure.amount(run.untrained)}"]
-    if run.finished and run.examples:
-        more.append(f"{run.examples:,.0f} {run.examples_are}")
-    return _line(run, measure.title, measure.text(after), more)
+    line = _line(run, measure.title, measure.text(after), more)
+    return f"{line}\n{_line(run, 'measured', reliability(run), [])}" if reliability(run) else line
 
 
 def _size(run: Run) -> str:
@@ -40,7 +40,7 @@ def _size(run: Run) -> str:
     more = []
     if run.dense_size and run.ratio:
         more = [f"was {size_text(run.dense_size)}", f"{ratio_text(run.ratio)}x smaller"]
-    if run.finished and run.paper_size:
+    if run.paper_size and run.paper_size != run.size:
         more.append(f"paper's count {size_text(run.paper_size)}")
     return _line(run, "size", size_text(run.size), more)
 

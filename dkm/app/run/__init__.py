@@ -10,6 +10,7 @@
     optimizer      the optimizer and its learning rate
     evaluation     the score of a model, and of a clustered model in training
     sampling       what a language model writes, to be trained on
+    tracking       what is logged, sent to TensorBoard and the like
     stopping       Ctrl-C and SIGTERM, and how several processes agree to stop
     listener       whoever shows what happens, such as the terminal
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ... import __version__
 from ...compress import compress_
-from ...formats.dkm_file import load, save
+from ...formats.container import array_sizes
+from ...formats.dkm_file import encode, load, save
 from ...foundation.errors import FileError
 from ...plans.language import parse_size
 from ...plans.plan import plan as make_plan
@@ -25,7 +26,7 @@ from ..measures import Score
 from ..own_code import own_problems
 from ..places import located
 from ..processes import rank
-from ..run_folder import Checkpoint, Result, RunFolder, plan_file
+from ..run_folder import Beginning, Checkpoint, Result, RunFolder, plan_file
 from ..settings import Settings, as_command, clustering_options
 from ..tasks import LanguageTask
 from .evaluation import evaluate
@@ -33,6 +34,7 @@ from .listener import Listener
 from .sampling import write_texts
 from .stage import Stage, open_stage
 from .stopping import stop_requests
+from .tracking import check_tracker, start_tracker, stop_tracker, tracked_result
 from .training import Training
 
 
@@ -43,22 +45,25 @@ def compress(settings: Settings, listener: Listener | None = None, *, resume: bo
     can put right, such as another process that runs in the same folder, and Stopped after SIGINT or SIGTERM, with a
     checkpoint written.
     """
-    with contextlib.ExitStack() as locks:
+    with contextlib.ExitStack() as stack:
         if resume and settings.out is not None and rank() == 0:  # one lock for all processes of a run
-            locks.enter_context(RunFolder(Path(settings.out)).lock())
+            stack.enter_context(RunFolder(Path(settings.out)).lock())
         run = _Run(settings, listener or Listener(), resume)
         with stop_requests() as requested:
             run.stage.stop_requested = requested
             training = run.start()
             if not resume and run.is_main_process:
-                locks.enter_context(run.folder.lock())
+                stack.enter_context(run.folder.lock())
             try:
+                start_tracker(run.stage, run.folder, training.done, run.before.value)
+                stack.callback(stop_tracker, run.stage)
                 with own_problems(), _batch_norm_problems():
                     training.run()
             except WriteProblem:  # there is room for nothing more, and the user wants to keep what there is
                 raise
             except Problem:
                 if not resume and run.is_main_process and not run.folder.checkpoint.exists():
+                    stop_tracker(run.stage)
                     run.folder.remove()  # this run has made it, and there is nothing in it to go on with
                 raise
         return run.finish(training)
@@ -98,6 +103,7 @@ class _Run:
         if settings.out is None:
             raise Problem("where to? give --out FOLDER")
         self.folder = RunFolder(Path(settings.out))
+        check_tracker(settings)
         bad_images = self.folder.read_bad_images() if resume else None
         self.stage, self.model = open_stage(settings, listener, bad_images=bad_images)
         self.is_main_process = self.stage.accelerator.is_main_process
@@ -150,9 +156,11 @@ class _Run:
         uncompressed = teacher(model) if settings.teacher == "self" else None
         with as_problems():
             compress_(model, self.plan, method=settings.method, **clustering_options(settings, self.steps))
-        self.listener.planned(self.plan)
+        sizes = self._sizes()
+        self.listener.planned(self.plan, sum(sizes.values()))
         if not self.resume and self.is_main_process:
-            self.folder.create(settings, plan_file(self.plan, self.text or ""), samples, self.stage.bad_images)
+            plan = plan_file(self.plan, self.text or "", self._beginning(sizes))
+            self.folder.create(settings, plan, samples, self.stage.bad_images)
         training = Training(
             self.stage,
             model,
@@ -178,7 +186,7 @@ class _Run:
         if self.plan is not None:
             with as_problems():
                 compress_(self.model, self.plan, method=settings.method, **clustering_options(settings, self.steps))
-            self.listener.planned(self.plan)
+            self.listener.planned(self.plan, sum(self._sizes().values()))
         else:
             self.listener.note(f"the run begins by choosing the plan for {settings.target_size}")
         texts = f"{self.order.examples:,} texts that the model writes" if own else f"{task.train_count:,} {task.unit}"
@@ -186,6 +194,22 @@ class _Run:
             f"{self.steps:,} steps on {texts}, {stage.batch_size} in each; {task.eval_count:,} to measure with"
         )
         self.listener.note(f"all of this can be run; nothing was written to {settings.out}")
+
+    def _sizes(self) -> dict[str, int]:
+        """The bytes of each array of the file, and of its header, as it would be now; in the first process."""
+        return array_sizes(encode(self.model, coding=self.settings.coding)) if self.is_main_process else {}
+
+    def _beginning(self, sizes: dict[str, int]) -> Beginning:
+        """What is known before the first step; `sizes` are those of what the file will hold."""
+        task = self.stage.task
+        return Beginning(
+            model="" if type(self.model).__module__.startswith("torch.") else type(self.model).__name__,
+            date=_now(),
+            metric=task.measure.name,
+            unit=task.unit,
+            before=self.before.figures(task.measure),
+            file=sizes,
+        )
 
     def _own_texts(self) -> Tensor | None:
         """Let the uncompressed language model write the texts to train on, once: a resumed run reads them."""
@@ -215,6 +239,7 @@ class _Run:
             result = self._result(after, training.elapsed())
             self.folder.write_result(result)
             report.write(self.folder.path)
+            accelerator.log(tracked_result(result), step=self.steps)
             self.listener.finished(result)
         accelerator.wait_for_everyone()
         written = self.folder.read_result()
@@ -232,7 +257,8 @@ class _Run:
 
     def _result(self, after: Score, seconds: float) -> Result:
         assert self.plan is not None  # since `start`
-        dense, file_bytes = 4 * self.plan.parameters, self.folder.model.stat().st_size
+        sizes = array_sizes(self.folder.model.read_bytes())
+        dense, file_bytes = 4 * self.plan.parameters, sum(sizes.values())
         task, before = self.stage.task, self.before
         name = task.measure.name
         result = Result(
@@ -243,16 +269,21 @@ class _Run:
             bytes_dense=dense,
             bytes_paper=self.plan.bytes,
             bytes_file=file_bytes,
+            file=sizes,
             ratio=dense / file_bytes,
             seconds=seconds,
             steps=self.steps,
             command=as_command(located(self.settings)),
             seed=self.settings.seed,
-            date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            date=_now(),
             finished=True,
             environment=_environment(self.stage.accelerator),
         )
         return cast(Result, {f"{name}_before": before.value, f"{name}_after": after.value, **result})
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _score_before(checkpoint: Checkpoint, examples: int) -> Score:

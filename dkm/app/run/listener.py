@@ -18,8 +18,8 @@ class Listener:
     def sampled(self, done: int, count: int) -> None:
         """The uncompressed language model has written so many of the texts to train on; 0 before it begins."""
 
-    def planned(self, plan: Plan) -> None:
-        """It is decided what becomes of each tensor."""
+    def planned(self, plan: Plan, file_bytes: int) -> None:
+        """It is decided what becomes of each tensor, and how large the file will be."""
 
     def training_begins(self, done: int, steps: int, steps_per_epoch: int, lr: float) -> None:
         """The training starts or, with some steps done, goes on; `lr` is the highest learning rate."""

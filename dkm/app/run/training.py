@@ -18,6 +18,7 @@ from .listener import Listener
 from .order import Order
 from .stage import Stage
 from .stopping import Stopped, StopVote
+from .tracking import tracked
 from .training_step import TrainingStep
 
 
@@ -148,6 +149,7 @@ class Training:
                 self.folder.append(record)
             except ValueError:  # JSON has no infinite numbers; weights near the end of their range give some
                 raise self._divergence("some of its figures are not finite") from None
+            self.accelerator.log(tracked(record), step=record["step"])
         self.lines += 1
 
     def _log_step(self, loss: Tensor, lr: float) -> None:

@@ -6,6 +6,7 @@ of your own may write them as well, as examples/digits.py does, to get a report.
 
 from .folder import FILES, RunFolder, run_of
 from .schema import (
+    Beginning,
     Checkpoint,
     EvalRecord,
     Figures,
@@ -26,6 +27,7 @@ from .schema import (
 
 __all__ = [
     "FILES",
+    "Beginning",
     "Checkpoint",
     "EvalRecord",
     "Figures",

@@ -27,6 +27,17 @@ class PlanRow(TypedDict):
     bytes: int  # as the paper counts
 
 
+class Beginning(TypedDict):
+    """What a run knows before its first step, for the report of a run that is still going."""
+
+    model: str  # the name of the model's class; empty where that is one of PyTorch's, such as Sequential
+    date: str  # in UTC: 2026-11-19T14:05:33Z
+    metric: str  # as in result.json, and the next two as well
+    unit: str
+    before: dict[str, float | None]
+    file: dict[str, int]  # what the file will take, counted as in result.json; entropy-coded codes still change
+
+
 class PlanFile(TypedDict):
     """plan.json."""
 
@@ -34,9 +45,10 @@ class PlanFile(TypedDict):
     rows: list[PlanRow]
     bytes: int  # of all tensors, as the paper counts
     dense_bytes: int  # of all tensors in float32
+    beginning: NotRequired[Beginning]
 
 
-def plan_file(plan: Plan, text: str) -> PlanFile:
+def plan_file(plan: Plan, text: str, beginning: Beginning | None = None) -> PlanFile:
     """The contents of plan.json for a plan that was made from this text."""
     rows = [
         PlanRow(
@@ -51,7 +63,8 @@ def plan_file(plan: Plan, text: str) -> PlanFile:
         )
         for row in plan.rows
     ]
-    return PlanFile(text=text, rows=rows, bytes=plan.bytes, dense_bytes=4 * plan.parameters)
+    file = PlanFile(text=text, rows=rows, bytes=plan.bytes, dense_bytes=4 * plan.parameters)
+    return file if beginning is None else PlanFile(**file, beginning=beginning)
 
 
 # --- log.jsonl -----------------------------------------------------------------------------------
@@ -152,6 +165,7 @@ class Result(TypedDict):
     bytes_dense: int  # of the parameters in float32
     bytes_paper: int  # of the compressed parameters, as the paper counts
     bytes_file: int
+    file: NotRequired[dict[str, int]]  # the bytes of each array of the file, and of its `header`: together bytes_file
     ratio: float  # bytes_dense / bytes_file
     seconds: float  # of work, those before an interruption included
     steps: int
@@ -183,13 +197,14 @@ class Figures(NamedTuple):
     others: list[Other]
 
 
-def figures(result: Result) -> Figures:
-    """What result.json says about the model; None for what it does not have."""
+def figures(result: Result | Beginning) -> Figures:
+    """What result.json, or the beginning of a run, says about the model; None for what it does not have."""
     measure, given = named_measure(result.get("metric")), cast(dict[str, Any], result)
     before, after = (given.get(f"{measure.name}_{when}") for when in ("before", "after"))
     all_before, all_after = (
         found if isinstance(found, dict) else {} for found in (given.get("before"), given.get("after"))
     )
+    before = all_before.get(measure.name) if before is None else before
     others = [
         Other(other, all_before.get(name), all_after[name])
         for name, other in MEASURES.items()
@@ -201,7 +216,7 @@ def figures(result: Result) -> Figures:
         after,
         error_before=all_before.get("standard_error"),
         error_after=all_after.get("standard_error"),
-        examples=all_after.get("examples"),
+        examples=(all_after or all_before).get("examples"),
         unit=str(given.get("unit", "examples")),
         others=others,
     )

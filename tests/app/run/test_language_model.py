@@ -228,7 +228,7 @@ def test_what_is_shown(place: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"was {before}" in summary
     page = (folder / "report.html").read_text()
     assert f"perplexity on the evaluation texts is {after}, where lower is better" in page
-    assert f"was {before}; lower is better" in page
+    assert f"was {before}</p><p>lower is better" in page
     assert "Perplexity, lower is better" in page
     assert "accuracy" not in page.lower().split("<h2>training</h2>")[0]
     assert "Accuracy" not in page

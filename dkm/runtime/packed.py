@@ -72,8 +72,13 @@ class PackedWeight(PackedTensor):
 
     def dense(self) -> Tensor:
         """All weights, of the tensor's shape."""
-        parts = [self.rows(start, stop) for start, stop in self.blocks()]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.shape)
+        blocks = self.blocks()
+        if len(blocks) == 1:
+            return self.rows(0, self.count).view(self.shape)
+        weight = torch.empty(self.count, self.pitch, dtype=self.dtype, device=self.device)
+        for start, stop in blocks:
+            weight[start:stop] = self.rows(start, stop).view(-1, self.pitch)
+        return weight.view(self.shape)
 
     def blocks(self) -> list[tuple[int, int]]:
         """Ranges of rows that take little memory: about a block of weights, or a row, or the height of one tile."""

@@ -126,8 +126,7 @@ def tiny_language_model() -> nn.Module:
 
 def text(rows: list[dict]) -> str:
     """The section as Markdown."""
-    header = ["network", "plan", "file, MB", "dense, ms", "packed, ms", "of dense", "dense, MB", "packed, MB"]
-    header += ["peak", "peak"]
+    header = ["network", "plan", "file", "dense, ms", "packed, ms", "ratio", "holds", "packed", "peak", "packed"]
     cells = []
     for row in rows:
         dense, packed = row["seconds"]["dense"], row["seconds"]["packed"]
@@ -141,9 +140,9 @@ def text(rows: list[dict]) -> str:
             "",
             table(header, cells),
             "",
-            "Times are per image at batch 1, or per token of a text. Memory is what the process holds more than before",
-            f"the network was loaded, after one image or text of {TOKENS} tokens; the peaks, dense and packed, come on",
-            "top while it computes.",
+            "Times are per image at batch 1, or per token of a text. Sizes are in MB: the file; what the process holds",
+            f"more than before the network was loaded, after one image or text of {TOKENS} tokens, dense and packed;",
+            "and what it takes on top while it computes, dense and packed.",
         ]
     )
 

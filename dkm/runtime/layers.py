@@ -18,6 +18,7 @@ from ..modelling.packed_tensor import PREFIX
 from ..modelling.recurrent import share_reads
 from .packed import PackedWeight
 
+KERNEL_DEVICES = {"cuda"}  # where there is a product that needs no decoding
 # They run their children one after another, and what holds the codes would be a child more.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -66,6 +67,11 @@ class Packed(nn.Module):
 class _Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.packed_weight
+        if input.device.type in KERNEL_DEVICES and not torch.compiler.is_compiling():
+            kernel = _kernel()
+            if kernel is not None and kernel.computes(input, weight):
+                result = kernel.product(input, weight)
+                return result if self.bias is None else result + self.bias
         blocks = weight.blocks()
         parts = [
             F.linear(input, weight.rows(start, stop), None if self.bias is None else self.bias[start:stop])
@@ -115,6 +121,17 @@ def _packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
             # beneath `base`: a forward pass of its own calls ours instead of `kind`'s
             bases = (Packed, forward) if base is kind else (Packed, base, forward)
     return types.new_class(f"Packed{base.__name__}", bases, {}, lambda space: space.update(members))
+
+
+@cache
+def _kernel() -> Any:
+    """The module with the product on a GPU; None where Triton is missing, or too old."""
+    try:
+        from ..clustering.kernels.triton.support import runs_here
+        from .triton import product
+    except ImportError:
+        return None
+    return product if runs_here() else None
 
 
 def _weight(name: str) -> property:

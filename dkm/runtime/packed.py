@@ -91,7 +91,7 @@ class PackedWeight(PackedTensor):
     def rows(self, start: int, stop: int) -> Tensor:
         """The weights of these rows, `(stop - start, *shape[1:])`.  Rows are indices of the first axis."""
         own = self.grouping
-        if self._straddles():
+        if self.straddles():
             return self.take(torch.arange(start, stop, device=self.device))
         values = self._of_runs(start, stop) if own.rows == 1 else self._of_tiles(start, stop)
         return self._scaled(values.view(stop - start, self.pitch), slice(start, stop)).view(-1, *self.shape[1:])
@@ -115,7 +115,7 @@ class PackedWeight(PackedTensor):
             values = self._table(0, self.grouping.count).view(-1)[((groups << bits) + found) * dim + offsets]
         return self._scaled(values.view(-1, self.pitch), rows).view(-1, *self.shape[1:])
 
-    def _straddles(self) -> bool:
+    def straddles(self) -> bool:
         """Whether a vector has weights of two rows of a tile, or a run ends with a part of one: rare, and slow."""
         own = self.grouping
         if own.rows == 1:

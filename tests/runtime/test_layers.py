@@ -11,6 +11,7 @@ from torch import nn
 import dkm
 from dkm.clustering.groups import Group
 from dkm.clustering.spec import Spec
+from dkm.runtime import layers
 from dkm.runtime import packed as module
 from dkm.runtime.loading import pack_
 from dkm.runtime.packed import PackedWeight
@@ -45,6 +46,21 @@ def test_a_linear_layer_decodes_some_rows_at_a_time(spec, bias, monkeypatch):
     for shape in [(12,), (1, 12), (2, 5, 12), (0, 12)]:
         x = torch.randn(shape)
         torch.testing.assert_close(packed(x), dense(x))
+
+
+def test_few_rows_are_multiplied_by_the_kernel_where_there_is_one(monkeypatch):
+    kernel = pytest.importorskip("dkm.runtime.triton.product")
+    dense, packed = pair(nn.Linear(12, 37), Spec(3))
+    taken = []
+    monkeypatch.setattr(layers, "KERNEL_DEVICES", {"cpu"})  # the kernel runs in Triton's interpreter
+    monkeypatch.setattr(
+        kernel, "product", lambda x, weight, own=kernel.product: taken.append(x.shape) or own(x, weight)
+    )
+    with torch.no_grad():
+        for rows in (1, 64, 65):
+            x = torch.randn(rows, 12)
+            torch.testing.assert_close(packed(x), dense(x), rtol=1e-5, atol=1e-5)
+    assert taken == [(1, 12), (64, 12)]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)

@@ -16,22 +16,38 @@ from ..errors import Problem, say
 from ..run_folder import RunFolder, run_of
 from ..tasks.language import first_of
 from ..tasks.transformer_files import tokenizer_and_config
-from .application import app
+from .application import command
 
 TOKENS = 256  # where the user gives no number, and the model can read so many
 
 
-@app.command("run")
+@command(
+    "run",
+    "dkm run run",
+    'dkm run stories.dkm --model stories15m --prompt "Once upon a time" --temperature 0.8 --seed 1',
+)
 def run_command(
     source: Annotated[Path, typer.Argument(metavar="FILE_OR_RUN", help="a .dkm file, or the folder of a run")],
-    model: Annotated[str | None, typer.Option(help="the model's folder, as for compress; a run knows its own")] = None,
-    prompt: Annotated[str, typer.Option(help="how the text begins")] = "",
-    tokens: Annotated[int | None, typer.Option(min=1, help=rf"how many to write at most \[{TOKENS}]")] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token")] = 0.8,
-    seed: Annotated[int | None, typer.Option(help="the same text again; without: another one each time")] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda")] = "cpu",
+    model: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="the model's folder, of transformers; a run knows its own")
+    ] = None,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="how the text begins", show_default=False)] = "",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help=f"how many to write at most [default: {TOKENS}]")
+    ] = None,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0, metavar="X", help="0: always the likeliest token; larger: more variety [default: 0.8]"),
+    ] = 0.8,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="the same text again; without: another one each time")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, or cuda [default: cpu]")] = "cpu",
 ) -> None:
-    """Write a text with a compressed language model, which stays packed in memory."""
+    """Write a text with a compressed language model, which stays packed in memory.
+
+    It needs the folder of the model for the tokenizer and the configuration, and no network.
+    """
     file, name = _file_and_model(source, model)
     if not models.is_language_model(name):
         raise Problem(

@@ -2,7 +2,7 @@
 
     python -m benchmarks                      everything, on the CPU (many minutes: coremltools' k-means is slow)
     python -m benchmarks --quick              a smoke test on small layers
-    python -m benchmarks --only speed         one of: speed, network, groups, coding, init, memory, accuracy
+    python -m benchmarks --only speed         one of: speed, network, packed, groups, coding, init, memory, accuracy
     python -m benchmarks --json numbers.json  write the raw numbers to a file as well
     python -m benchmarks --device cuda        on a GPU
 

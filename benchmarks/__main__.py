@@ -8,7 +8,7 @@ import torch
 
 import benchmarks
 
-from . import accuracy, coding, cuda, groups, init, memory, network, speed
+from . import accuracy, coding, cuda, groups, init, memory, network, packed, speed
 from .measure import DEVICES, environment
 
 SECTIONS = dict(
@@ -19,10 +19,11 @@ SECTIONS = dict(
     groups=groups,
     coding=coding,
     network=network,
+    packed=packed,
     gpu=cuda,
 )
 OF_DEVICE = dict(
-    cpu=["speed", "network", "groups", "coding", "init", "memory", "accuracy"],
+    cpu=["speed", "network", "packed", "groups", "coding", "init", "memory", "accuracy"],
     cuda=["accuracy", "network", "groups", "gpu"],
 )
 
@@ -40,6 +41,9 @@ def main() -> None:
     parser.add_argument(
         "--file", type=Path, action="append", default=[], metavar="FILE.dkm", help="for coding (may be repeated)"
     )
+    parser.add_argument(
+        "--language-model", type=Path, metavar="FOLDER", help="for packed: a language model of transformers"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice; 1 with --quick)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers (seconds, bytes) here")
     arguments = parser.parse_args()
@@ -55,7 +59,11 @@ def main() -> None:
     )
     numbers: dict[str, object] = dict(environment=machine, quick=arguments.quick)
     for name in arguments.only or OF_DEVICE[arguments.device]:
-        options = dict(init=dict(limit=arguments.patience), coding=dict(files=arguments.file)).get(name, {})
+        options = dict(
+            init=dict(limit=arguments.patience),
+            coding=dict(files=arguments.file),
+            packed=dict(language_model=arguments.language_model),
+        ).get(name, {})
         numbers[name] = rows = SECTIONS[name].run(arguments.device, arguments.quick, **options)
         print(f"\n{SECTIONS[name].text(rows)}", flush=True)
         if arguments.json:  # after every section, so that an interrupted run keeps its results

@@ -9,12 +9,13 @@ with quiet_imports():
     from .clustering.initialize import init_centroids
     from .compress import cluster_weight, compress_, snap_
     from .exporters import export
-    from .formats.dkm_file import load, save, size
+    from .formats.dkm_file import save, size
     from .foundation.errors import DKMError, ExportError, FileError, PlanError
     from .modelling.clustered import Clustered
     from .modelling.layer import DKM
     from .modelling.methods import register as register_method
     from .plans.plan import Plan, plan
+    from .runtime.loading import load
     from .training.batchnorm import recalibrate_
     from .training.capture import capture
     from .training.distill import distill, divergence, teacher

@@ -13,6 +13,7 @@ from .modelling.attach import attach, detach
 from .modelling.clock import Clock
 from .modelling.dtensors import is_sharded, reshard
 from .modelling.methods import named
+from .modelling.packed_tensor import refuse_packed
 from .modelling.parameters import Owned, parameters
 from .plans.plan import Plan, plan_of
 
@@ -35,6 +36,7 @@ def compress_(model: nn.Module, plan: str | Plan, *, method: str = "dkm", **opti
         options: also those that a method has of its own, such as quant_noise's `p`.
     """
     kind, taken = named(method, options)
+    refuse_packed(model, "dkm.compress_")
     walk = parameters(model)
     already = [owned.name for owned in walk if owned.clustered is not None]
     if already:
@@ -107,6 +109,7 @@ def snap_(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> nn.Module:
     from the file that `save(model, path, dtype=dtype)` writes.  Buffers stay as they are, running statistics too.
     """
     check_dtype(dtype)
+    refuse_packed(model, "dkm.snap_")
     if reshard(model) is not None:
         raise ValueError(
             "snap_ works on a whole model and fully_shard has split this one: dkm.save it, from all ranks, and "

@@ -87,6 +87,19 @@ def model_without_values(name: str, classes: int | None) -> nn.Module:
     return build(name, "none", classes).model
 
 
+def language_model_without_values(name: str) -> nn.Module:
+    """The language model in a folder of transformers: parameters without memory, buffers with their values."""
+    import transformers
+    from accelerate import init_empty_weights
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+        with init_empty_weights(include_buffers=False):
+            return transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise Problem(f"cannot make the model in {name}: {_first_line(error)}") from None
+
+
 def _named(name: str, weights: str | None, classes: int | None) -> nn.Module:
     """The model of torchvision or timm that has this name, or MobileNet-v1, with random values."""
     options: dict[str, Any] = {} if classes is None else {"num_classes": classes}

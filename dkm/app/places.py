@@ -21,7 +21,7 @@ def located(settings: Settings) -> Settings:
         data=tuple(each if each == OWN_SAMPLES else _absolute(each) for each in data),
         eval_data=tuple(map(_absolute, evaluation)),
         class_list=None if settings.class_list is None else _absolute(settings.class_list),
-        tracker=_absolute(settings.tracker) if _is_function(settings.tracker) else settings.tracker,
+        tracker=_absolute(settings.tracker) if names_function(settings.tracker) else settings.tracker,
     )
 
 

@@ -11,6 +11,7 @@ from ..clustering.precision import FLOAT8, check_dtype, rounded, stored_dtype
 from ..foundation.errors import FileError
 from ..modelling.clustered import Clustered
 from ..modelling.dtensors import is_first, reshard, whole
+from ..modelling.packed_tensor import Held, PackedTensor, packed_tensors
 from ..modelling.parameters import Owned, parameters, unwrapped
 from .codec import pack
 from .container import DTYPES
@@ -33,7 +34,8 @@ def describe(
     model = unwrapped(model)
     writes = is_first(reshard(model))
     walk = parameters(model) if walk is None else walk
-    if all(owned.clustered is None for owned in walk):
+    packed = packed_tensors(model)
+    if not packed and all(owned.clustered is None for owned in walk):
         raise FileError("the model has no clustered tensor: call dkm.compress_(model, plan, ...) first")
     for owned in walk:
         _check_storable(owned.name, owned.tensor)
@@ -42,12 +44,18 @@ def describe(
                 f"{owned.name} has another parametrization, {owned.on_top}, on top of its clustering, and a file holds "
                 "codes and centroids only: remove it first, torch.nn.utils.parametrize.remove_parametrizations"
             )
+    for held in packed:
+        _check_storable(held.names[0], held.tensor.content().packed)
     buffers = _other_state(model, {name for owned in walk for name in owned.names})
-    return _each(walk, buffers, dtype, writes)
+    return _each(walk, packed, buffers, dtype, writes)
 
 
 @torch.no_grad()
-def _each(walk: list[Owned], buffers: dict[str, Tensor], dtype: torch.dtype, writes: bool) -> Iterator[Described]:
+def _each(
+    walk: list[Owned], packed: list[Held], buffers: dict[str, Tensor], dtype: torch.dtype, writes: bool
+) -> Iterator[Described]:
+    for (name, *aliases), held in packed if writes else ():
+        yield Described(name, held.shape, held.source, held.content(), tuple(aliases))
     for owned in walk:
         weight, clustered = whole(owned.tensor), owned.clustered
         # on every rank: if only one raised, the others would wait for it in the next collective
@@ -112,5 +120,5 @@ def _check_storable(name: str, tensor: Tensor) -> None:
 def _ours(model: nn.Module) -> Callable[[str], bool]:
     """Whether a name in the state_dict belongs to one of our parametrizations."""
     modules = model.named_modules(remove_duplicate=False)
-    prefixes = tuple(f"{name}." for name, module in modules if isinstance(module, Clustered))
+    prefixes = tuple(f"{name}." for name, module in modules if isinstance(module, Clustered | PackedTensor))
     return lambda name: name.startswith(prefixes)

@@ -55,6 +55,11 @@ class Described:
         return math.prod(self.shape)
 
     @property
+    def device(self) -> torch.device:
+        """Where the codes or values are."""
+        return self.content.packed.device if isinstance(self.content, Codes) else self.content.device
+
+    @property
     def grouping(self) -> Grouping:
         """The groups of a clustered tensor."""
         assert isinstance(self.content, Codes)

@@ -24,6 +24,7 @@ from ..foundation.atomic import write_atomically
 from ..foundation.errors import FileError
 from ..foundation.text import shown, size_text
 from ..modelling.dtensors import on_first, reshard
+from ..modelling.packed_tensor import packed_tensors
 from ..modelling.parameters import Owned, clusterings, parameters, unwrapped
 from ..plans.rows import Column, Plan, Row
 from ..plans.selection import kept_width
@@ -63,25 +64,39 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Modu
     The model must have exactly the file's tensors, in its shapes, and no dkm on it; it stays untouched otherwise.
     Nothing is decoded before that is known.  FileError says what is wrong with a file or does not fit.
     """
+    if into is None:
+        source = _as_path(path, "dkm.load(path, model)")
+        return _state(read(read_bytes(source), str(source)), str(source))
+    contents, model = read_for(path, into), unwrapped(into)
+    own = model.state_dict()
+    # in the model's dtype, so that a file cannot ask for more memory than the model has; on meta, the file decides
+    dtypes = {} if _is_on_meta(own) else {name: tensor.dtype for name, tensor in own.items()}
+    state, walk = _state(contents, contents.file, dtypes), parameters(model)
+    _check_ties(state, walk, contents.file)
+    fill(model, state, walk)
+    return into
+
+
+def read_for(path: str | os.PathLike[str], model: nn.Module) -> Contents:
+    """What a file holds, of which nothing is decoded yet; FileError unless it fits this model."""
     source = _as_path(path, "dkm.load(path, model)")
     contents = read(read_bytes(source), str(source))
-    if into is None:
-        return _state(contents, str(source))
-    model = unwrapped(into)
-    _check_fits(contents, model, source)
-    own = model.state_dict()
-    on_meta = any(tensor.is_meta for tensor in own.values())
-    # in the model's dtype, so that a file cannot ask for more memory than the model has; on meta, the file decides
-    dtypes = {} if on_meta else {name: tensor.dtype for name, tensor in own.items()}
-    state = _state(contents, str(source), dtypes)
-    walk = parameters(model)
-    _check_ties(state, walk, source)
-    model.load_state_dict(state, assign=on_meta)
+    _check_fits(contents, unwrapped(model))
+    return contents
+
+
+def fill(model: nn.Module, state: dict[str, Tensor], walk: list[Owned]) -> None:
+    """Put checked values into the model, whose parameters `walk` lists; what has no value here is left alone."""
+    on_meta = _is_on_meta(model.state_dict())
+    model.load_state_dict(state, strict=not packed_tensors(model), assign=on_meta)
     for owned in walk if on_meta else ():  # assign makes a parameter for every name
         (module, attribute), *others = owned.owners
-        for other, alias in others:
+        for other, alias in others if owned.name in state else ():
             setattr(other, alias, getattr(module, attribute))
-    return into
+
+
+def _is_on_meta(state: Mapping[str, Tensor]) -> bool:
+    return any(tensor.is_meta for tensor in state.values())
 
 
 @dataclass(frozen=True)
@@ -124,7 +139,18 @@ def size(model: nn.Module, *, dtype: torch.dtype = torch.float16, coding: str = 
     """
     entropy.check_coding(coding)
     mesh = reshard(model)
-    rows, walk = [], parameters(model)
+    walk = parameters(model)
+    rows = [
+        Row(
+            name=names[0],
+            shape=tensor.shape,
+            kind="",
+            spec=tensor.content().spec,
+            reason="clustered",
+            aliases=tuple(names[1:]),
+        )
+        for names, tensor in packed_tensors(model)
+    ]
     for owned in walk:
         tensor, clustered = owned.tensor, owned.clustered
         spec = None if clustered is None else clustered.spec
@@ -245,10 +271,12 @@ def _write(path: Path, data: bytes) -> int:
         ) from error
 
 
-def _check_fits(contents: Contents, model: nn.Module, path: Path) -> None:
+def _check_fits(contents: Contents, model: nn.Module) -> None:
     """FileError unless the model has the file's tensors, in their shapes.  Needs no values."""
     if clusterings(model):
-        raise FileError(f"{path} holds dense weights and the model is compressed: load into a plain model")
+        raise FileError(f"{contents.file} holds dense weights and the model is compressed: load into a plain model")
+    if packed_tensors(model):
+        raise FileError(f"{contents.file} cannot replace the codes of a packed model: load into a plain model")
     own: dict[str, Any] = model.state_dict()
     entries = contents.entries | {alias: contents.entries[name] for alias, name in contents.ties.items()}
     problems = [f"the model has no {shown(name)}" for name in entries if name not in own]
@@ -263,10 +291,10 @@ def _check_fits(contents: Contents, model: nn.Module, path: Path) -> None:
             problems.append(f"{name} is {entry.shape} in the file and {tuple(tensor.shape)} in the model")
         elif not torch.can_cast(entry.dtype, tensor.dtype):
             problems.append(f"{name} is {entry.dtype} in the file and {tensor.dtype} in the model")
-    _raise_any(problems, path)
+    _raise_any(problems, contents.file)
 
 
-def _check_ties(state: Mapping[str, Tensor], walk: list[Owned], path: Path) -> None:
+def _check_ties(state: Mapping[str, Tensor], walk: list[Owned], file: str) -> None:
     """FileError unless names that share a tensor in the model have equal values in the file."""
     problems = [
         f"the model ties {alias} to {owned.name} and the file has different values for them"
@@ -274,10 +302,10 @@ def _check_ties(state: Mapping[str, Tensor], walk: list[Owned], path: Path) -> N
         for alias in owned.aliases
         if state[alias] is not state[owned.name] and not torch.equal(state[alias], state[owned.name])
     ]
-    _raise_any(problems, path)
+    _raise_any(problems, file)
 
 
-def _raise_any(problems: list[str], path: Path) -> None:
+def _raise_any(problems: list[str], file: str) -> None:
     if problems:
         more = f", and {len(problems) - 3} more differences" if len(problems) > 3 else ""
-        raise FileError(f"{path} does not fit this model: {'; '.join(problems[:3])}{more}")
+        raise FileError(f"{file} does not fit this model: {'; '.join(problems[:3])}{more}")

@@ -10,19 +10,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..clustering.decode import as_runs, products
 from ..clustering.spec import Spec
 from ..clustering.vectors import compute_dtype
 from ..formats.described import Codes
+from ..modelling.packed_tensor import PackedTensor
 from .unpacking import combinations, joined, numbers_at, rows_of, unpack
 
 BLOCK = 1 << 18  # weights that are decoded at a time, on a CPU: they and what decoding needs fit its cache
 LARGE_BLOCK = 1 << 24  # on a GPU, and where a compiler makes one loop of the decoding
 
 
-class PackedWeight(nn.Module):
+class PackedWeight(PackedTensor):
     """Codes, centroids and scales as buffers, which keep their dtypes; `dtype` follows the model's `.to(dtype)`.
 
     The rest is static.  With equal `shape`, `spec` and `exponent`, a `state_dict` can be loaded into another one.
@@ -41,6 +42,7 @@ class PackedWeight(nn.Module):
         self.grouping = as_runs(self.spec.grouping(self.shape))
         self.count = shape[0] if shape else 1  # of rows
         self.pitch = math.prod(shape[1:])  # weights of a row
+        self.per_band = replace(self.grouping, rows=self.grouping.tile_rows).codes  # of tiles side by side
         self.register_buffer("codes", content.packed)
         self.register_buffer("centroids", content.centroids)
         self.register_buffer("scales", content.scales)
@@ -57,6 +59,11 @@ class PackedWeight(nn.Module):
         """Where the codes are, and the weights."""
         return self.codes.device
 
+    def content(self) -> Codes:
+        """What a file has of it.  Nothing is copied."""
+        own = self.spec
+        return Codes(own.bits, own.dim, self.exponent, self.codes, self.centroids, own.group, self.scales)
+
     @property
     def nbytes(self) -> int:
         """The memory that it takes."""
@@ -65,8 +72,13 @@ class PackedWeight(nn.Module):
 
     def dense(self) -> Tensor:
         """All weights, of the tensor's shape."""
-        parts = [self.rows(start, stop) for start, stop in self.blocks()]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.shape)
+        blocks = self.blocks()
+        if len(blocks) == 1:
+            return self.rows(0, self.count).view(self.shape)
+        weight = torch.empty(self.count, self.pitch, dtype=self.dtype, device=self.device)
+        for start, stop in blocks:
+            weight[start:stop] = self.rows(start, stop).view(-1, self.pitch)
+        return weight.view(self.shape)
 
     def blocks(self) -> list[tuple[int, int]]:
         """Ranges of rows that take little memory: about a block of weights, or a row, or the height of one tile."""
@@ -79,13 +91,17 @@ class PackedWeight(nn.Module):
     def rows(self, start: int, stop: int) -> Tensor:
         """The weights of these rows, `(stop - start, *shape[1:])`.  Rows are indices of the first axis."""
         own = self.grouping
-        if self._straddles():
+        if self.straddles():
             return self.take(torch.arange(start, stop, device=self.device))
         values = self._of_runs(start, stop) if own.rows == 1 else self._of_tiles(start, stop)
         return self._scaled(values.view(stop - start, self.pitch), slice(start, stop)).view(-1, *self.shape[1:])
 
     def take(self, rows: Tensor) -> Tensor:
         """The weights of these rows, `(len(rows), *shape[1:])`, for integers from 0 to `shape[0] - 1`."""
+        if not (rows.is_cuda or rows.is_meta or torch.compiler.is_compiling()) and len(rows):
+            low, high = map(int, rows.aminmax())
+            if low < 0 or high >= self.count:
+                raise IndexError(f"row {low if low < 0 else high} of a weight that has {self.count}")
         bits, dim = self.spec.bits, self.spec.dim
         per_row = self.pitch // dim
         if self.spec.group is None and self.pitch % dim == 0 and per_row * bits % 8 == 0:  # rows are whole bytes
@@ -99,7 +115,7 @@ class PackedWeight(nn.Module):
             values = self._table(0, self.grouping.count).view(-1)[((groups << bits) + found) * dim + offsets]
         return self._scaled(values.view(-1, self.pitch), rows).view(-1, *self.shape[1:])
 
-    def _straddles(self) -> bool:
+    def straddles(self) -> bool:
         """Whether a vector has weights of two rows of a tile, or a run ends with a part of one: rare, and slow."""
         own = self.grouping
         if own.rows == 1:
@@ -171,7 +187,6 @@ class PackedWeight(nn.Module):
         tile, column = columns // own.tile_columns, columns % own.tile_columns
         tall = (own.rows - band * own.tile_rows).clamp(max=own.tile_rows)
         per_tile = (tall * own.tile_columns - 1) // dim + 1  # codes of a tile that has all its columns
-        per_band = replace(own, rows=own.tile_rows).codes
         place = row * own.tile_columns + column
         number = place // dim
         beside = own.columns % own.tile_columns
@@ -180,7 +195,7 @@ class PackedWeight(nn.Module):
             counted = (all_rows + beside - 1) // dim - all_rows // dim + 1
             before = (counted.cumsum(0) - counted)[row] + number - row * own.tile_columns // dim
             number = torch.where(tile == own.across - 1, before, number)
-        return band * per_band + tile * per_tile + number, band * own.across + tile, place % dim
+        return band * self.per_band + tile * per_tile + number, band * own.across + tile, place % dim
 
     def _table_dtype(self) -> torch.dtype:
         """Of centroids: where there are scales, these come on top, and the result is rounded after that."""

@@ -3,11 +3,12 @@
 300 cases; DKM_FUZZ=10000 makes it that many.
 """
 
+import copy
 import math
 import os
 import random
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -388,6 +389,16 @@ def assert_same(state: dict[str, torch.Tensor], expected: dict[str, strict_reade
         np.testing.assert_array_equal(exact.numpy(), wide, strict=True)
 
 
+def copies(name: str) -> list[nn.Module]:
+    """Plain models to be packed: with values, whose dtypes they keep, and without any."""
+    return [copy.deepcopy(plain(name)), copy.deepcopy(plain(name)).to("meta")]
+
+
+def held(model: nn.Module, name: str) -> torch.Tensor:
+    """A tensor by its name in the state_dict of the plain model; a packed one is decoded."""
+    return reduce(getattr, name.split("."), model).detach()
+
+
 def check(name: str, data: bytes, path: Path) -> bool:
     """Whether the file is a valid one; all readers must agree."""
     path.write_bytes(data)
@@ -395,10 +406,16 @@ def check(name: str, data: bytes, path: Path) -> bool:
     state, printed = outcome(lambda: decode(data)), outcome(lambda: describe(path))
     assert (state is None) == (printed is None) == (expected is None)
     loaded = outcome(lambda: dkm.load(path, into=plain(name)))
+    packed = [outcome(lambda: dkm.load(path, into=model, packed=True)) for model in copies(name)]  # noqa: B023
+    assert all((loaded is None) == (each is None) for each in packed)
     if state is None or expected is None:
         assert loaded is None
         return False
     assert_same(state, expected)
+    if loaded is not None:
+        here, on_meta = ({key: held(model, key) for key in loaded.state_dict()} for model in packed)
+        torch.testing.assert_close(here, dict(loaded.state_dict()), rtol=0, atol=0, equal_nan=True)
+        assert_same(on_meta, expected)
     safetensors.torch.load(data)  # what we read, any safetensors library opens
     assert all(line.isprintable() for line in printed.splitlines())
     return True

@@ -15,7 +15,7 @@ GOLDEN = ROOT / "tests" / "formats" / "golden" / "coded.dkm"
 
 def test_tables_come_out(tmp_path):
     # one process: most of the time is spent importing
-    names = ["accuracy", "memory", "groups", "coding", "network"]
+    names = ["accuracy", "memory", "groups", "coding", "network", "packed"]
     sections = [text for name in names for text in ("--only", name)]
     done = subprocess.run(
         [
@@ -44,6 +44,7 @@ def test_tables_come_out(tmp_path):
         assert max(map(len, table)) <= 100
     assert all(row["ours"]["dW"] < 1e-3 for row in numbers["accuracy"])
     assert all(row["ours"]["extra"] <= row["bound"] for row in numbers["memory"])
+    assert all(row["file"] > 0 and row["seconds"]["packed"] > 0 for row in numbers["packed"])
     assert numbers["coding"][-1]["name"] == "coded"
     assert all(row["bound"] <= row["coded"] <= row["packed"] for row in numbers["coding"])
 

@@ -2,7 +2,7 @@
 
 # isort: off
 from .application import app
-from . import compress, sweep, evaluate, plan, inspect, export, report, compare, recipes, demo, completion
+from . import compress, sweep, evaluate, plan, inspect, export, run, report, compare, recipes, demo, completion
 
 __all__ = [
     "app",
@@ -16,5 +16,6 @@ __all__ = [
     "plan",
     "recipes",
     "report",
+    "run",
     "sweep",
 ]

@@ -150,8 +150,8 @@ class _Tokenizer:
                 raise Problem(f"{flag} is not for language models: leave it out")
         self.folder = name
         self.tokenizer, config = tokenizer_and_config(name)
-        self.begin = _first_of(self.tokenizer.bos_token_id, config.bos_token_id)
-        self.end = _first_of(self.tokenizer.eos_token_id, config.eos_token_id)
+        self.begin = first_of(self.tokenizer.bos_token_id, config.bos_token_id)
+        self.end = first_of(self.tokenizer.eos_token_id, config.eos_token_id)
         self.words = config.vocab_size
         longest = getattr(config, "max_position_embeddings", None) or settings.max_length or LENGTH
         self.length = settings.max_length or min(LENGTH, longest)
@@ -188,7 +188,7 @@ class _Tokenizer:
         return Texts(found)
 
 
-def _first_of(*tokens: Any) -> Any:
+def first_of(*tokens: Any) -> Any:
     """The first that is there; of a list of tokens its first."""
     found = next((token for token in tokens if token is not None), None)
     return found[0] if isinstance(found, list) else found

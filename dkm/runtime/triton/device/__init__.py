@@ -1,0 +1,1 @@
+"""Device code only: everything here is compiled by Triton, for whom types are sizes, not annotations."""

@@ -46,11 +46,9 @@ class Transformers(Target):
                 state[each.name] = value
                 rows.append(Row.of(each, str(value.dtype).removeprefix("torch."), value.nbytes))
                 continue
-            entries[each.name], parts = to_parts(each)
-            shape = codes_shape(each.shape, len(parts["codes"]))
-            state |= {part_name(each.name, kind): part for kind, part in parts.items()}
-            state[each.name] = pad(parts["codes"], (0, math.prod(shape) - len(parts["codes"]))).view(shape)
-            rows.append(Row.of(each, "packed codes and centroids", sum(part.nbytes for part in parts.values())))
+            entries[each.name], stored = to_stored(each)
+            state |= stored
+            rows.append(Row.of(each, "packed codes and centroids", sum(part.nbytes for part in stored.values())))
         quantization = {"quant_method": "dkm", "version": VERSION, "tensors": entries, "ties": ties}
         write_folder(job.plain_model, path, state, quantization, self.max_shard_size)
         (path / "README.md").write_text(_card(path.name, job.plain_model, job.tensors, rows), encoding="utf-8")
@@ -77,6 +75,14 @@ class Transformers(Target):
 def part_name(name: str, kind: str) -> str:
     """Under which name a part of a clustered tensor is stored."""
     return name if kind == "codes" else f"{name}_{kind}"
+
+
+def to_stored(each: Described) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The entry of a clustered tensor in the configuration, and what is stored of it, by name."""
+    entry, parts = to_parts(each)
+    shape = codes_shape(each.shape, len(parts["codes"]))
+    parts["codes"] = pad(parts["codes"], (0, math.prod(shape) - len(parts["codes"]))).view(shape)
+    return entry, {part_name(each.name, kind): part for kind, part in parts.items()}
 
 
 def codes_shape(shape: Sequence[int], size: int) -> tuple[int, ...]:

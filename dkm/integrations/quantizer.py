@@ -1,7 +1,7 @@
 """What transformers calls to read a folder with packed codes: see `exporters/transformers_folder.py`.
 
 Before the weights are read, each clustered parameter is replaced by bytes of the size of its codes, so transformers
-reads, places and ties these as it does any parameter.  Afterwards they become weights.
+reads, places and ties these as it does any parameter.  Afterwards the layers get them as their packed weights.
 """
 
 import re
@@ -14,12 +14,15 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..exporters.transformers_folder import VERSION, codes_shape, part_name
-from ..formats.described import Described
+from ..exporters.transformers_folder import VERSION, codes_shape, part_name, to_stored
+from ..formats.described import Codes, Described
 from ..formats.parts import from_parts, sizes
 from ..foundation.errors import FileError
 from ..foundation.text import shown
+from ..modelling.packed_tensor import PREFIX, packed_tensors
 from ..modelling.parameters import parameters
+from ..runtime.layers import hold, release, why_not
+from ..runtime.packed import PackedWeight
 
 
 class _Place(NamedTuple):
@@ -48,7 +51,7 @@ class DKMConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers 
 
 @register_quantizer("dkm")
 class DKMQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Reads a folder with packed codes into a model with dense weights, which is a plain one from then on."""
+    """Reads a folder with packed codes into a model that computes with them."""
 
     quantization_config: DKMConfig
     requires_calibration = True  # that is, it reads folders, and compresses nothing by itself
@@ -91,17 +94,58 @@ class DKMQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        owners = {place: owned.owners for owned in parameters(model) for place in owned.owners}
+        owners = {place: list(owned.owners) for owned in parameters(model) for place in owned.owners}
+        self._tie(model, owners)
         for name, (module, attribute, dtype, parts) in self.places.items():
             everyone = owners[module, attribute]
             bytes_ = {kind: getattr(module, part_name(attribute, kind)).view(-1)[:size] for kind, size in parts.items()}
-            weight = nn.Parameter(self._tensor(name, bytes_).values().to(bytes_["codes"].device, dtype))
+            found, device = self._tensor(name, bytes_), bytes_["codes"].device
             for kind in parts.keys() - {"codes"}:
                 delattr(module, part_name(attribute, kind))
+            if any(why_not(other) for other, _ in everyone):
+                weight = nn.Parameter(found.values().to(device, dtype), requires_grad=False)
+                for other, alias in everyone:
+                    other._parameters[alias] = weight
+                continue
+            assert isinstance(found.content, Codes)
+            packed = PackedWeight(found.content, found.shape, found.dtype, dtype).to(device)
             for other, alias in everyone:
-                other._parameters[alias] = weight
-        self._tie(model)
-        _forget(model)
+                hold(other, alias, packed)
+        return model
+
+    def _tie(self, model: PreTrainedModel, owners: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]]) -> None:
+        """The ties that transformers does not know: of codes in `owners`, of other tensors in the model."""
+        for alias, name in self.quantization_config.ties.items():
+            first, other = _found(model, str(name)), _found(model, alias)
+            if first is None or other is None or first[2] is other[2]:
+                continue
+            if name in self.places:
+                owners[first[:2]].append(other[:2])
+            else:
+                other[0]._parameters[other[1]] = first[2]
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What `save_pretrained` writes: packed codes again.  The config, which it writes next, says what they are."""
+        held = packed_tensors(model)
+        children = (name.rpartition(".") for names, _ in held for name in names)
+        ours = tuple(f"{path}{dot}{PREFIX}{attribute}." for path, dot, attribute in children)
+        state = {name: value for name, value in model.state_dict().items() if not name.startswith(ours)}
+        self.quantization_config.tensors = {}
+        for (name, *aliases), packed in held:
+            each = Described(name, packed.shape, packed.source, packed.content(), tuple(aliases))
+            entry, stored = to_stored(each)
+            self.quantization_config.tensors[name] = entry
+            state |= stored
+        return state, {}
+
+    @torch.no_grad()
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """What `model.dequantize()` calls: a plain model, with dense weights."""
+        for names, packed in packed_tensors(model):
+            weight = nn.Parameter(packed.dense())  # type: ignore[operator]
+            for name in names:
+                path, _, attribute = name.rpartition(".")
+                release(model.get_submodule(path), attribute, weight)
         return model
 
     def _tensor(self, name: str, parts: dict[str, Tensor]) -> Described:
@@ -112,20 +156,14 @@ class DKMQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         return from_parts(name, self.quantization_config.tensors[name], parts, self.file)
 
-    def _tie(self, model: PreTrainedModel) -> None:
-        for alias, name in self.quantization_config.ties.items():
-            first, other = _found(model, str(name)), _found(model, alias)
-            if first is not None and other is not None and first[2] is not other[2]:
-                other[0]._parameters[other[1]] = first[2]
-
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether `save_pretrained` works: it writes dense weights."""
+        """Whether `save_pretrained` works."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Whether a Trainer may train the model: its weights are dense."""
-        return True
+        """Whether a Trainer may train the model: codes cannot be trained, `model.dequantize()` can."""
+        return False
 
 
 def _found(model: PreTrainedModel, name: str) -> tuple[nn.Module, str, nn.Parameter] | None:
@@ -141,15 +179,3 @@ def _found(model: PreTrainedModel, name: str) -> tuple[nn.Module, str, nn.Parame
         if parameter is not None:
             return module, attribute, parameter
     return None
-
-
-def _forget(model: Any) -> None:
-    """The model is a plain one: it can be cast, trained, and saved as such."""
-    for attribute in ("hf_quantizer", "quantization_method"):
-        model.__dict__.pop(attribute, None)
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.config.__dict__.pop("_is_quantized", None)

@@ -116,7 +116,8 @@ def measure(name: str, make: Any, plan: str, folder: Path) -> list[str]:
         dkm.recalibrate_(model, [torch.randn(16, *example.shape[1:])])
     largest = outputs_up_to(model, example)
     packed = dkm.save(model, folder / "model.dkm")
-    report = dkm.export(model, folder / "model.onnx", to="onnx", example=example, tolerance=1e-4)
+    # not the 1e-4 that is usual: the table shall say how far
+    report = dkm.export(model, folder / "model.onnx", to="onnx", example=example, tolerance=1.0)
     tensors = sum(row.bytes for row in report.rows)
     if report.dense:
         raise SystemExit(f"{name} at {plan}: {report.dense[0].name} is dense, {report.dense[0].why}")

@@ -184,6 +184,11 @@ def _transformer(name: str, weights: str | None, classes: int | None, weights_ke
         config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
         if classes is not None:
             config.num_labels = classes
+        packed = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "dkm"
+        if packed:
+            from ..integrations import quantizer  # noqa: F401  # registers itself with transformers
+        if packed and weights is not None:
+            del config.quantization_config  # the model gets dense weights
         if weights is not None:
             model = auto.from_config(config)
             notes = [] if weights == "none" else load_weights(model, weights, classes, weights_key)
@@ -191,6 +196,7 @@ def _transformer(name: str, weights: str | None, classes: int | None, weights_ke
         model, found = auto.from_pretrained(
             name, config=config, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
+        model = model.dequantize() if packed else model
     except (OSError, ValueError, RuntimeError) as error:
         raise Problem(f"cannot read the model in {name}: {_first_line(error)}") from None
     if found["mismatched_keys"]:

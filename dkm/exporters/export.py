@@ -36,7 +36,7 @@ def export(
     Args:
         source: A compressed model, or the path of a .dkm file.
         path: Where to write.  A file is replaced; a folder must not exist yet, or be empty.
-        to: The target: "safetensors", or "onnx".
+        to: The target, by its name: the page on export lists them.
         model: The plain architecture, for a .dkm file.  It is copied and stays as it is.
         example: An input of the model: a tensor, a tuple of tensors by position, or a dict of tensors by name.
         tolerance: How far the largest output may be from the model's.  Beyond it, nothing is written.

@@ -33,6 +33,7 @@ from .container import from_bytes, stored_arrays, to_bytes
 from .describe import describe
 from .described import Codes, Described
 from .entropy import CodeBytes, code_bytes, totals
+from .parts import entry_of
 from .rules import Contents, read
 from .usage import usage
 
@@ -201,18 +202,15 @@ def encode_all(tensors: Iterable[Described], coding: str = "packed") -> bytes:
         arrays[name] = tensor.detach().cpu().contiguous().clone()
 
     for each in tensors:
-        entry = entries[each.name] = {"shape": list(each.shape), "dtype": str(each.dtype).removeprefix("torch.")}
+        entry = entries[each.name] = entry_of(each)
         ties |= dict.fromkeys(each.aliases, each.name)
         if isinstance(each.content, Codes):
             own = each.content
             coded = entropy.encode(each) if coding == "entropy" else None
-            entry |= {"bits": own.bits, "dim": own.dim} | ({"coding": "ans"} if coded is not None else {})
-            entry |= {"exponent": own.exponent} if own.exponent else {}
-            entry |= {"group": [own.group.rows, own.group.columns]} if own.group is not None else {}
+            entry |= {"coding": "ans"} if coded is not None else {}
             keep(f"codes/{each.name}", own.packed if coded is None else coded.data)
             keep(f"centroids/{each.name}", own.centroids if coded is None else coded.centroids)
             if own.scales is not None:
-                entry["scaled"] = True
                 keep(f"scales/{each.name}", own.scales)
         else:
             keep(f"dense/{each.name}", each.content)

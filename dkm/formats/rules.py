@@ -121,6 +121,33 @@ def read(data: bytes, name: str) -> Contents:
         raise _too_large(name, error) from error
 
 
+def layout(name: str, entry: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of the packed codes, of the centroids and, where there are any, of the scales of a clustered tensor
+    with this entry of version 2; Contradiction where there can be no such tensor."""
+    keys = entry.keys() - KEYS["2"] if isinstance(entry, dict) else set()
+    if keys != {"shape", "dtype", "bits", "dim"}:
+        raise Contradiction(f"the entry of {shown(name)} is not that of a clustered tensor")
+    shape, facts = checked_shape(entry["shape"], name), _facts(name, entry)
+    if not math.prod(shape):
+        raise Contradiction(f"{shown(name)} is clustered and has no values")
+    grouping = Grouping.of(shape, facts["group"], facts["dim"])
+    groups = [] if facts["group"] is None else [grouping.count]
+    found = {
+        "codes": [packed_size(grouping.codes, facts["bits"])],
+        "centroids": [*groups, 2 ** facts["bits"], facts["dim"]],
+        "scales": [shape[0] if shape else 1],
+    }
+    return {kind: checked_shape(own, name) for kind, own in found.items() if kind != "scales" or "scaled" in entry}
+
+
+def tensor(name: str, entry: dict[str, Any], arrays: Mapping[str, Array]) -> Described:
+    """The clustered tensor of an entry of version 2 and its `arrays`, by their kinds; Contradiction where they do not
+    obey the rules."""
+    checked = _entry(name, entry, {f"{kind}/{name}": array for kind, array in arrays.items()}, "2")
+    assert isinstance(checked.content, Packed)
+    return Described(name, checked.shape, checked.dtype, checked.content.read(checked.shape))
+
+
 def _contradicts(file: str, reason: str) -> FileError:
     return FileError(f"{file} is intact but contradicts itself ({reason}): the program that wrote it is at fault")
 
@@ -173,6 +200,20 @@ def _entry(name: str, entry: Any, arrays: Mapping[str, Array], version: str) -> 
 
 
 def _packed(name: str, entry: Mapping[str, Any], arrays: Mapping[str, Array]) -> Packed:
+    facts = _facts(name, entry)
+    if entry.get("coding", "ans") != "ans":
+        raise Contradiction(f"the coding of {shown(name)} is not ans")
+    return Packed(
+        **facts,
+        coded="coding" in entry,
+        codes=_array("codes", name, arrays),
+        centroids=_array("centroids", name, arrays),
+        scales=_array("scales", name, arrays) if "scaled" in entry else None,
+    )
+
+
+def _facts(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What the entry of a clustered tensor says about its codes."""
     bits, dim, exponent = entry["bits"], entry["dim"], entry.get("exponent", 0)
     if not is_size(bits) or not 1 <= bits <= MAX_BITS:
         raise Contradiction(f"the bits of {shown(name)} are not an integer from 1 to {MAX_BITS}")
@@ -184,18 +225,8 @@ def _packed(name: str, entry: Mapping[str, Any], arrays: Mapping[str, Array]) ->
         )
     if "scaled" in entry and entry["scaled"] is not True:
         raise Contradiction(f"{shown(name)} has a key scaled that is not true")
-    if entry.get("coding", "ans") != "ans":
-        raise Contradiction(f"the coding of {shown(name)} is not ans")
-    return Packed(
-        bits=bits,
-        dim=dim,
-        exponent=exponent,
-        group=_group(name, entry["group"]) if "group" in entry else None,
-        coded="coding" in entry,
-        codes=_array("codes", name, arrays),
-        centroids=_array("centroids", name, arrays),
-        scales=_array("scales", name, arrays) if "scaled" in entry else None,
-    )
+    group = _group(name, entry["group"]) if "group" in entry else None
+    return dict(bits=bits, dim=dim, exponent=exponent, group=group)
 
 
 def _group(name: str, value: Any) -> Group:

@@ -1,15 +1,33 @@
-"""transformers' Trainer: `Trainer(..., callbacks=[DKMCallback("xform:4/4, emb:8/4")])`."""
+"""transformers: `Trainer(..., callbacks=[DKMCallback("xform:4/4, emb:8/4")])`, and folders with packed codes.
 
+Importing this module lets `from_pretrained` read what `save_pretrained` here writes.
+"""
+
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.quantizers import auto
 
+from ..exporters import Report, export
 from ..modelling.parameters import clustered_parameters
 from ..plans.rows import Plan
 from . import Compression
+
+if hasattr(auto, "register_quantizer"):  # transformers 4.49 has no methods but its own
+    from . import quantizer  # noqa: F401  # registers itself
+
+
+def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], max_shard_size: str = "5GB") -> Report:
+    """Write a compressed model of transformers as a folder, with its codes packed.
+
+    `from_pretrained` of transformers reads it where this module is imported.  (The model's own `save_pretrained` writes
+    a checkpoint, with weights in full precision, from which training goes on.)
+    """
+    return export(model, folder, to="transformers", max_shard_size=max_shard_size)
 
 
 class DKMCallback(TrainerCallback):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..foundation.errors import DKMError
 from ..modelling.packed_tensor import PREFIX
-from ..modelling.recurrent import share_reads
+from ..modelling.recurrent import share_reads, unshare_reads
 from .packed import PackedWeight
 
 KERNEL_DEVICES = {"cuda"}  # where there is a product that needs no decoding
@@ -42,6 +42,17 @@ def hold(module: nn.Module, attribute: str, weight: PackedWeight) -> None:
     module.add_module(PREFIX + attribute, weight)
     module.__class__ = _packed_class(base, names)  # type: ignore[arg-type]  # classes are hashable
     share_reads(module)
+
+
+def release(module: nn.Module, attribute: str, weight: nn.Parameter) -> None:
+    """The module computes with this parameter again, instead of codes: the inverse of `hold`."""
+    assert isinstance(module, Packed)
+    base, names = module._dkm_base, tuple(name for name in module._dkm_names if name != attribute)
+    delattr(module, PREFIX + attribute)
+    module.__class__ = _packed_class(base, names) if names else base  # type: ignore[assignment,arg-type]  # as in `hold`
+    module.register_parameter(attribute, weight)
+    if not names:
+        unshare_reads(module)
 
 
 class Packed(nn.Module):

@@ -6,6 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import dkm
 from dkm.app import models
 from dkm.app.own_code import load_function
 
@@ -52,3 +53,21 @@ def test_timm_models_have_their_own_normalisation():
     pytest.importorskip("timm")
     assert models.pixels("timm/vit_base_patch16_224").mean == (0.5, 0.5, 0.5)
     assert models.pixels("resnet18") == models.Pixels()
+
+
+def test_a_folder_with_packed_codes_is_a_model_with_dense_weights(tmp_path: Path):
+    from small_language import make_language_model
+
+    from dkm.integrations.transformers import save_pretrained
+
+    plain = models.build(str(make_language_model(tmp_path / "model")), None, None).model
+    dkm.compress_(plain, "*_proj:4/2", tau=1.0)
+    save_pretrained(plain, tmp_path / "packed")
+    dkm.save(plain, tmp_path / "model.dkm")
+    expected = dkm.load(tmp_path / "model.dkm")
+    for weights in (None, str(tmp_path / "model.dkm")):
+        model = models.build(str(tmp_path / "packed"), weights, None).model
+        state = model.state_dict()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+        assert getattr(model.config, "quantization_config", None) is None

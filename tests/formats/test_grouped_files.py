@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import strict_reader
 import torch
-from dkm_files import BLANK, built, coded, empty_like, grouped, header, tensor
+from dkm_files import BLANK, built, coded, empty_like, every_dtype, grouped, header, tensor
 from memory_limit import limited_memory
-from samples import GOLDEN
+from samples import GOLDEN, SAMPLES
 from torch import nn
 
 import dkm
 from dkm.clustering.groups import Group
 from dkm.clustering.spec import Spec
 from dkm.formats.codec import pack
+from dkm.formats.container import DTYPES
 from dkm.formats.contents import describe
 from dkm.formats.described import Codes, Described
 from dkm.formats.dkm_file import decode, encode, encode_all
@@ -49,6 +50,32 @@ def test_every_reader_reads_the_values_of_the_golden_file(file):
             np.testing.assert_array_equal(in_the_document[key], expected[key], strict=True)
         np.testing.assert_allclose(in_the_document[key], expected[key], rtol=2**-8)  # the rounding of bfloat16
     assert set(expected.files) == loaded.keys() == strict.keys() == in_the_document.keys()
+
+
+def test_the_golden_file_with_every_dtype():
+    data, expected = (GOLDEN / "dtypes.dkm").read_bytes(), np.load(GOLDEN / "dtypes.npz")
+    assert encode_all(every_dtype()) == data
+    loaded, strict = decode(data), strict_reader.read(data)
+    assert set(expected.files) == loaded.keys() == strict.keys() == set(DTYPES)
+    for name, dtype in DTYPES.items():
+        assert loaded[name].dtype == dtype
+        # numpy has no bfloat16 and no floats of 8 bits: those are in float32
+        numpys = loaded[name].float() if dtype == torch.bfloat16 or "float8" in str(dtype) else loaded[name]
+        np.testing.assert_array_equal(numpys.numpy(), expected[name], strict=True)
+        np.testing.assert_array_equal(strict[name].values, expected[name], strict=True)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_reader_reads_the_older_golden_files(name):
+    data, expected = (GOLDEN / f"{name}.dkm").read_bytes(), np.load(GOLDEN / f"{name}.npz")
+    names: dict = {}
+    exec(re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0], names)
+    in_the_document, strict = names["read_dkm"](GOLDEN / f"{name}.dkm"), strict_reader.read(data)
+    assert set(expected.files) == strict.keys() == in_the_document.keys()
+    for key, values in expected.items():
+        np.testing.assert_array_equal(strict[key].values, values, strict=True)
+        if strict[key].dtype != "bfloat16":  # which it leaves in float32
+            np.testing.assert_array_equal(in_the_document[key], values, strict=True)
 
 
 @pytest.mark.parametrize("file", FILES)

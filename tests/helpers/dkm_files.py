@@ -14,6 +14,7 @@ from dkm.clustering.groups import Group
 from dkm.clustering.precision import stored_dtype
 from dkm.clustering.spec import Spec
 from dkm.formats.codec import pack
+from dkm.formats.container import DTYPES
 from dkm.formats.described import Codes, Described
 
 BLANK = "0" * 64
@@ -146,3 +147,23 @@ def empty_like(tensors: list[Described]) -> nn.Module:
     for each in tensors:
         model.register_parameter(each.name, nn.Parameter(torch.zeros(each.shape, dtype=each.dtype)))
     return model
+
+
+def every_dtype() -> list[Described]:
+    """A tensor of every dtype that a file can hold, each with its first, its last and some values between them."""
+    patterns = torch.tensor([0x00, 0x01, 0x38, 0x3D, 0x7B, 0x80, 0x81, 0xB9, 0xFB, 0x55], dtype=torch.uint8)
+    tensors = []
+    for name, dtype in DTYPES.items():
+        if dtype == torch.bool:
+            values = torch.tensor([False, True])
+        elif dtype.itemsize == 1:
+            values = patterns.view(dtype)
+        elif dtype.is_complex:
+            values = torch.complex(torch.tensor([1.0, -0.5]), torch.tensor([2.0, float("inf")]))
+        elif dtype.is_floating_point:
+            values = torch.tensor([0.0, 1.5, -(2.0**-14), float("inf"), float("nan")]).to(dtype)
+        else:
+            limits = torch.iinfo(dtype)
+            values = torch.tensor([limits.min, 7, limits.max], dtype=dtype)
+        tensors.append(Described(name, tuple(values.shape), values.dtype, values))
+    return tensors

@@ -132,3 +132,23 @@ def test_coding(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert int(coded) <= sum(map(int, least.split(" + "))) + 8
     assert count.strip() == "1 of 2"
     assert int(files[1]) == (tmp_path / "m.dkm").stat().st_size < int(files[0])
+
+
+def test_onnx_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    pytest.importorskip("onnxruntime")
+    from experiments import onnx_models
+
+    def small() -> onnx_models.Network:
+        return onnx_models.Network(nn.Sequential(nn.Flatten(), nn.Linear(48, 300)), torch.randn(1, 3, 4, 4))
+
+    monkeypatch.setattr(onnx_models, "networks", lambda: {"small": small})
+    onnx_models.main(["--plan", "2/1", "--plan", "4/4 scaled"])
+    head, _, dense, *rows = [
+        [cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()
+    ]
+    found = [dict(zip(head, row, strict=True)) for row in rows]
+    assert dense[2] == "dense"
+    assert [each["plan"] for each in found] == ["2/1", "4/4 scaled"]
+    for each in found:
+        assert float(each["difference"]) <= 1e-4
+        assert 0.5 < float(each["tensors / .dkm"]) < 1

@@ -11,7 +11,8 @@ from .foundation.errors import DKMError, ExportError, FileError, PlanError
 from .modelling.clustered import Clustered
 from .modelling.layer import DKM
 from .modelling.methods import register as register_method
-from .plans.plan import Plan, plan
+from .planning import plan
+from .plans.rows import Plan
 from .training.batchnorm import recalibrate_
 from .training.capture import capture
 from .training.distill import distill, divergence, teacher

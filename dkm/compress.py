@@ -14,7 +14,8 @@ from .modelling.clock import Clock
 from .modelling.dtensors import is_sharded, reshard
 from .modelling.methods import named
 from .modelling.parameters import Owned, parameters
-from .plans.plan import Plan, plan_of
+from .plans.plan import plan_of
+from .plans.rows import Plan
 
 
 @shows_options(DKMOptions)

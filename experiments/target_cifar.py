@@ -8,7 +8,8 @@ The first command lists the uniform plans of at most 40 KiB, beginning with thos
 are the ones to train.  `*:b/d` clusters every weight, `layer*:b/d` keeps the first and the last layer in 16 bits, and
 `all:b/d` follows the rule for small tensors (8/1 below 10,000 weights), which here makes 65 KiB of layers.
 
-A run is PLAN:SEED.  PLAN is the text of a plan, or size=SIZE to choose one with 1,024 training images without labels;
+Sizes are as the paper counts.  A run is PLAN:SEED.  PLAN is the text of a plan, or size=SIZE to choose one with 1,024
+training images without labels;
 `,rounds=0` leaves out the step that measures the whole choice.  Several runs of one size choose the plan once.  The
 accuracies are those of the snapped network, as it is and with re-estimated batch-norm statistics.  `experiments.cifar`
 says what --data, --weights and --out are.
@@ -80,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     @cache
     def choose(size: str, rounds: int) -> dkm.Plan:
         began = time.perf_counter()
-        plan = dkm.plan(original, size=size, loss=loss, rounds=rounds, candidates=CANDIDATES)
+        plan = dkm.plan(original, size=f"{size} paper", loss=loss, rounds=rounds, candidates=CANDIDATES)
         print(plan, f"chosen in {time.perf_counter() - began:.0f} s", sep="\n", flush=True)
         return plan
 

@@ -42,7 +42,7 @@ def describe(
                 f"{owned.name} has another parametrization, {owned.on_top}, on top of its clustering, and a file holds "
                 "codes and centroids only: remove it first, torch.nn.utils.parametrize.remove_parametrizations"
             )
-    buffers = _other_state(model, {name for owned in walk for name in owned.names})
+    buffers = other_state(model, {name for owned in walk for name in owned.names})
     return _each(walk, buffers, dtype, writes)
 
 
@@ -79,7 +79,7 @@ def _check_finite(name: str, weight: Tensor, clustered: Clustered | None) -> Non
         raise FileError(f"{name} holds NaN, infinite or too large values: the training diverged; nothing was written")
 
 
-def _other_state(model: nn.Module, known: set[str]) -> dict[str, Tensor]:
+def other_state(model: nn.Module, known: set[str]) -> dict[str, Tensor]:
     """The state that is neither a parameter nor ours: buffers."""
     other = {}
     is_ours = _ours(model)

@@ -1,8 +1,8 @@
 """Where to compute and on what: the data, the device and the processes of a run."""
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..tasks import LanguageTask, Task, open_task
 from ..tasks.batches import batches
 from .listener import Listener
 from .order import Order, seed_from
-from .stopping import Stopped
+from .stopping import Stopped, StopRequests
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Stage:
     task: Task
     accelerator: Any  # of the library Accelerate: the device, and what the processes do together
     batch_size: int  # in each process
-    stop_requested: Callable[[], bool] = lambda: False
+    stop_requested: StopRequests = field(default_factory=StopRequests)
 
     def build_model(self) -> models.Built:
         """A new copy of the model, with the weights that it had before it was compressed."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from .candidates import Candidate, Tested
+from .candidates import Candidate, Original
 
 WORST = 1e9  # the cost of a loss that is not finite
 KMEANS, GRADIENT, LOSS = "k-means", "gradients", "losses"  # what the work consists of
@@ -67,7 +67,7 @@ class Bench:
         model: nn.Module,
         loss: Loss,
         tensors: Sequence[nn.Parameter],
-        tested: Sequence[Tested],
+        tested: Sequence[Original],
         measured: Measured,
         progress: Progress,
     ):
@@ -140,7 +140,7 @@ class Bench:
         found = [torch.zeros_like(own.sampled(own.weight), dtype=torch.float32) for own in self.tested]
         count = 0
 
-        def add(own: Tested, into: Tensor) -> Callable[[Tensor], None]:
+        def add(own: Original, into: Tensor) -> Callable[[Tensor], None]:
             # A hook, which runs as soon as this tensor has its gradient: they are never all in memory.  And where a
             # signal is to end the process, Python gets to know of it in a hook, and not in the midst of a pass.
             def hook(gradient: Tensor) -> None:

@@ -29,7 +29,7 @@ AsCandidate = tuple[int, int] | str | Spec
 
 
 @dataclass(frozen=True, eq=False)
-class Tested:
+class Original:
     """A tensor that is to be clustered: what it holds, and the rows of it that stand for all of them."""
 
     weight: Tensor  # a copy
@@ -37,7 +37,7 @@ class Tested:
     rows: Tensor | None = None  # (rows,) indices of the first axis, of a large tensor; None: all of it
 
     @classmethod
-    def of(cls, weight: Tensor, seed: int) -> "Tested":
+    def of(cls, weight: Tensor, seed: int) -> "Original":
         """The weight, with rows that are evenly spaced and have `SAMPLE` weights or a few more."""
         weight = weight.detach().clone()
         if weight.numel() <= SAMPLE or weight.ndim < 2:
@@ -60,7 +60,7 @@ class Candidate:
     """A tensor clustered in one way; `row` says in which, and what it takes."""
 
     row: Row
-    tested: Tested
+    tested: Original
     error: float = 0.0  # the sum of squares of what snapping changes; of a large tensor estimated from its sample
     cost: float | None = None  # by how much the loss rises, where that was measured
     centroids: dict[bool, Tensor] = field(default_factory=dict, repr=False)  # of all of the weight, of the sample
@@ -109,7 +109,7 @@ def _is_enough(weights: int, spec: Spec) -> bool:
     return weights >= 4 * spec.dim * 2**spec.bits
 
 
-def closest(rows: Sequence[Row], tested: Tested) -> list[Candidate]:
+def closest(rows: Sequence[Row], tested: Original) -> list[Candidate]:
     """The candidates from the smallest to the largest, without those that are no closer to the weight than a smaller
     one."""
     found: list[Candidate] = []

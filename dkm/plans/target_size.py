@@ -10,9 +10,9 @@
 
 Where the loss can be differentiated twice (`SecondOrder`), the costs of all candidates follow from a few gradients:
 half the second derivative by each weight times the square of what snapping changes.  The second choices start from
-the derivatives of the model that is clustered as chosen before.  Otherwise costs are measured, one at a time: a few of each
-tensor, between which the cost is taken as linear in the squared error, and then those of the chosen candidates and
-their neighbours until there is nothing left to measure; and for the second choices again with the others as chosen.
+the derivatives of the model that is clustered as chosen before.  Otherwise costs are measured, one at a time: a few of
+each tensor, between which the cost is taken as linear in the squared error, and then those of the chosen candidates
+and their neighbours until there is nothing left to measure; and for the second choices again with the others as chosen.
 """
 
 import math
@@ -27,7 +27,7 @@ from ..foundation.errors import PlanError
 from ..foundation.text import size_text
 from ..modelling.parameters import parameters
 from .bench import GRADIENT, KMEANS, LOSS, Bench, Combination, Loss, Measured, Progress, SecondOrder
-from .candidates import CANDIDATES, AsCandidate, Candidate, Tested, as_spec, closest, fitting
+from .candidates import CANDIDATES, AsCandidate, Candidate, Original, as_spec, closest, fitting
 from .counting import Budget, Count, PaperCount
 from .language import parse_target
 from .rows import Plan, Row
@@ -93,7 +93,7 @@ def allocate(
     _check_budget(size, budget, options)
     work = Progress(progress or (lambda _: None))
     work.expect(KMEANS, len(weights))
-    tested = [Tested.of(weight, seed) for weight in weights]
+    tested = [Original.of(weight, seed) for weight in weights]
     with Bench(model, loss, weights, tested, {} if measured is None else measured, work) as bench:
         choices = _choose(bench, budget, options, rounds)
     for i, (candidates_of_row, at) in zip(places, choices, strict=True):

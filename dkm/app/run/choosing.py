@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ... import __version__
 from ...foundation import jsonl
 from ...planning import plan as make_plan
+from ...plans.bench import Progress
 from ...plans.rows import Plan
 from ...training.distill import divergence
 from ..errors import Problem, as_problems, reason_of
@@ -20,6 +21,7 @@ from ..tasks import LanguageTask
 from .listener import Listener
 from .sampling import write_texts
 from .stage import Stage
+from .stopping import Stopped
 
 
 def choose_plan(stage: Stage, model: nn.Module, listener: Listener, folder: RunFolder | None = None) -> Plan:
@@ -39,6 +41,11 @@ def choose_plan(stage: Stage, model: nn.Module, listener: Listener, folder: RunF
         with stage.accelerator.autocast():
             return task.compared(model(*args, **kwargs), labels).logits.float()
 
+    def tell(progress: Progress) -> None:
+        listener.choosing(progress)
+        if stage.stop_requested():  # a library may have caught what stops it at once
+            raise Stopped
+
     with as_problems(), stage.stop_requested.at_once():
         batches = list(stage.sample(task.measured_count))
         measured: dict[str, list[float]] = {}
@@ -52,7 +59,7 @@ def choose_plan(stage: Stage, model: nn.Module, listener: Listener, folder: RunF
             size=settings.target_size,
             loss=divergence(model, batches, forward=forward),
             seed=settings.seed,
-            progress=listener.choosing,
+            progress=tell,
             measured=measured,
         )
     listener.chosen()

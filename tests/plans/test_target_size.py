@@ -358,7 +358,7 @@ def test_derivatives_say_what_a_fine_candidate_costs(trained, loss, digits):
             return costs
 
     with mock.patch("dkm.plans.target_size.Bench", Watched):
-        dkm.plan(trained, size=paper(5_000), loss=loss, candidates=[(3, 1), (5, 1)])
+        dkm.plan(trained, size=paper(10_000), loss=loss, candidates=[(3, 1), (5, 1)])
     assert len(seen) == 4
     for expected, measured in seen.values():
         assert 0.5 < expected / measured < 2
@@ -438,7 +438,8 @@ def test_progress(trained, loss, form: str):
     done, total, last = zip(*seen, strict=True)
     assert list(done) == list(range(1, len(done) + 1))
     assert all(a <= b for a, b in zip(done, total, strict=True))
-    assert {"losses", "k-means"} <= set(last) <= {"losses", "k-means", "gradients"}
+    # "" for the whole choice, where it is one that was measured before
+    assert {"losses", "k-means"} <= set(last) <= {"losses", "k-means", "gradients", ""}
     assert ("gradients" in last) == (form == "derivatives")
 
 
@@ -473,7 +474,7 @@ def test_what_was_measured_is_not_measured_again(trained, loss, form: str):
 # --- the size of the file ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [5_200, 6_001, 9_999])
+@pytest.mark.parametrize("size", [5_400, 6_001, 9_999])
 @pytest.mark.parametrize("form", ["derivatives", "measuring"])
 def test_the_file_is_no_larger(trained, loss, tmp_path, size: int, form: str):
     measure = loss if form == "derivatives" else without_derivatives(loss)

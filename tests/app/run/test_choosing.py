@@ -103,7 +103,7 @@ def test_plan_shows_what_would_be_chosen_and_writes_nothing(place: Path, capsys)
 
 
 WRONG = {
-    "neither": (["layers.py:network"], "which plan? give 'cv:4/4, fc:8/4', or --target-size 1.0MB"),
+    "neither": (["layers.py:network"], "which plan? give one, such as 'cv:4/4, fc:8/4', or --target-size 1.0MB with"),
     "no data": (["resnet18", "--target-size", "1MB"], "give --data, as for dkm compress, and --weights"),
     "no weights": (["resnet18", "--target-size", "1MB", "--data", "images"], "--weights FILE, or --weights none"),
     "data for a plan": (["layers.py:network", "all:3", "--data", "images"], "--data is for --target-size: give that"),

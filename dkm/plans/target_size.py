@@ -16,7 +16,7 @@ and their neighbours until there is nothing left to measure; and for the second 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -84,22 +84,24 @@ def allocate(
     if not open_rows:
         raise PlanError(f"plan '{text}' says what becomes of every tensor: there is nothing left to choose for a size")
     places = [*fixed, *open_rows]
-    weights = [tensors[rows[i].name] for i in places]
-    for i, weight in zip(places, weights, strict=True):
-        check_weight(weight, rows[i].name)
+    weights = [_checked(rows[i].name, tensors) for i in places]
     used = PaperCount() if target.as_paper or count is None else count
     budget = Budget(8 * target.bytes, used, rows, places)
     options = [[rows[i]] for i in fixed] + [fitting(rows[i], specs, budget.size) for i in open_rows]
     _check_budget(size, budget, options)
     work = Progress(progress or (lambda _: None))
-    work.expect(KMEANS, len(weights))
     tested = [Original.of(weight, seed) for weight in weights]
     with Bench(model, loss, weights, tested, {} if measured is None else measured, work) as bench:
         choices = _choose(bench, budget, options, rounds)
-    for i, (candidates_of_row, at) in zip(places, choices, strict=True):
-        if i in open_rows:
-            rows[i] = replace(candidates_of_row[at].row, reason=_reason(candidates_of_row, at))
+    for i, (own, at) in list(zip(places, choices, strict=True))[len(fixed) :]:
+        rows[i] = replace(own[at].row, reason=_reason(own, at))
     return Plan(tuple(rows), None if target.as_paper or count is None else -(-budget.count.of_plan(rows) // 8))
+
+
+def _checked(name: str, tensors: Mapping[str, nn.Parameter]) -> nn.Parameter:
+    """The tensor of a name, which can be clustered."""
+    check_weight(tensors[name], name)
+    return tensors[name]
 
 
 Choices = list[tuple[list[Candidate], int]]  # the candidates of each tensor, and the index of the chosen one
@@ -121,6 +123,7 @@ def _check_budget(size: int | str, budget: Budget, options: list[list[Row]]) -> 
 
 
 def _choose(bench: Bench, budget: Budget, options: list[list[Row]], rounds: int) -> Choices:
+    bench.progress.expect(KMEANS, len(options))
     if isinstance(bench.measure, SecondOrder):
         bench.progress.expect(LOSS, 1 + (1 + rounds if rounds else 0))
         bench.progress.expect(GRADIENT, bench.measure.passes * (1 + rounds))

@@ -14,7 +14,8 @@ with quiet_imports():
     from .modelling.clustered import Clustered
     from .modelling.layer import DKM
     from .modelling.methods import register as register_method
-    from .plans.plan import Plan, plan
+    from .planning import plan
+    from .plans.rows import Plan
     from .runtime.loading import load
     from .training.batchnorm import recalibrate_
     from .training.capture import capture

@@ -15,7 +15,8 @@ from .modelling.dtensors import is_sharded, reshard
 from .modelling.methods import named
 from .modelling.packed_tensor import refuse_packed
 from .modelling.parameters import Owned, parameters
-from .plans.plan import Plan, plan_of
+from .plans.plan import plan_of
+from .plans.rows import Plan
 
 
 @shows_options(DKMOptions)

@@ -9,9 +9,10 @@ import rich.console
 import rich.progress
 
 from ..foundation.text import clock_text, size_text
+from ..plans.bench import GRADIENT, KMEANS, LOSS, Progress
 from ..plans.rows import Plan
 from .measures import ACCURACY, MEASURES, Measure, Score, named_measure
-from .pace import Pace, speed_text
+from .pace import Pace, WorkPace, speed_text
 from .processes import rank
 from .run import Listener
 from .run_folder import EvalRecord, Result, RunFolder, StepRecord, figures
@@ -33,11 +34,14 @@ class Screen(Listener):
         self.bar: rich.progress.Progress | None = None
         self.counting: rich.progress.Progress | None = None  # what is written, or measured
         self.last_line = time.monotonic()
+        self.choice: rich.progress.Progress | None = None
         self.task = rich.progress.TaskID(0)
         self.snapped = ""  # the latest evaluation, for the bar
         self.steps = 0
         self.eval_every = 1  # epochs
         self.pace = Pace(0, 0, 1)
+        self.work_pace = WorkPace({})
+        self.shown_share = 0.0  # of the choosing, in the last line
         self.shown_step = 0  # in the last line; before the training, of the texts that a language model writes
 
     def __enter__(self) -> Self:
@@ -50,10 +54,10 @@ class Screen(Listener):
 
     def stop(self) -> None:
         """Take the bars away."""
-        for bar in (self.bar, self.counting):
+        for bar in (self.bar, self.counting, self.choice):
             if bar is not None:
                 bar.stop()
-        self.bar = self.counting = None
+        self.bar = self.counting = self.choice = None
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -95,6 +99,32 @@ class Screen(Listener):
         if done == count:
             self.stop()
         return True
+
+    def choosing_begins(self, size: str) -> None:
+        self.note(f"choosing bits and dim for {size} by what each costs the loss ...")
+        self.work_pace, self.shown_share = WorkPace({GRADIENT: (LOSS, 3.0), KMEANS: (LOSS, 1.0)}), 0.0
+        if self.console.is_terminal:
+            columns = rich.progress
+            text = columns.TextColumn("{task.percentage:>3.0f} %  {task.fields[left]}")
+            self.choice = columns.Progress(
+                columns.TextColumn("choosing"), columns.BarColumn(None), text, console=self.console, expand=True
+            )
+            self.choice.start()
+            self.task = self.choice.add_task("", total=1.0, left="")
+
+    def choosing(self, progress: Progress) -> None:
+        self.work_pace.worked(progress.last)
+        left = self.work_pace.left(progress.done, progress.total)
+        share, text = self.work_pace.share(left), f"{clock_text(left)} left"
+        if self.choice is not None:
+            self.choice.update(self.task, completed=share, left=text)
+        elif share >= self.shown_share + 0.1:
+            self.shown_share = share
+            self.note(f"choosing: {100 * share:.0f} % done, {text}")
+
+    def chosen(self) -> None:
+        if self.choice is not None:
+            self.stop()
 
     def planned(self, plan: Plan, file_bytes: int) -> None:
         kept = [row for row in plan.rows if row.bits is None]

@@ -83,7 +83,10 @@ class Settings:
         None, "which layers become how small, such as 'cv:4/4, fc:8/4'; dkm plan shows it", _MODEL, word="PLAN"
     )
     target_size: str | None = _setting(
-        None, "1.0MB or 40kB: choose the bits of all layers that --plan leaves open for this size", _MODEL, word="SIZE"
+        None,
+        "1.0MB or 40kB: choose the bits of all layers that --plan leaves open for a file of this size",
+        _MODEL,
+        word="SIZE",
     )
     out: str | None = _setting(
         None, "the folder for the file, the report and the log; a new or empty one", _MODEL, word="FOLDER"

@@ -46,7 +46,7 @@ def describe(
             )
     for held in packed:
         _check_storable(held.names[0], held.tensor.content().packed)
-    buffers = _other_state(model, {name for owned in walk for name in owned.names})
+    buffers = other_state(model, {name for owned in walk for name in owned.names})
     return _each(walk, packed, buffers, dtype, writes)
 
 
@@ -87,7 +87,7 @@ def _check_finite(name: str, weight: Tensor, clustered: Clustered | None) -> Non
         raise FileError(f"{name} holds NaN, infinite or too large values: the training diverged; nothing was written")
 
 
-def _other_state(model: nn.Module, known: set[str]) -> dict[str, Tensor]:
+def other_state(model: nn.Module, known: set[str]) -> dict[str, Tensor]:
     """The state that is neither a parameter nor ours: buffers."""
     other = {}
     is_ours = _ours(model)

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from ..foundation.atomic import write_atomically
 from ..foundation.errors import FileError
-from ..foundation.text import shown, size_text
+from ..foundation.text import shown
 from ..modelling.dtensors import on_first, reshard
 from ..modelling.packed_tensor import packed_tensors
 from ..modelling.parameters import Owned, clusterings, parameters, unwrapped
@@ -111,10 +111,8 @@ class Size(Plan):
 
     def summary(self) -> str:
         """The size in four lines."""
-        return (
-            f"{super().summary()}\ncodes: {totals(self.codes.values())}\n"
-            f"the file takes {self.file_bytes:,} bytes ({size_text(self.file_bytes)})"
-        )
+        paper, file = super().summary().rsplit("\n", 1)
+        return f"{paper}\ncodes: {totals(self.codes.values())}\n{file}"
 
     @property
     def columns(self) -> tuple[Column, ...]:

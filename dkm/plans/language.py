@@ -3,7 +3,8 @@
 A plan is entries `selector:spec` or `selector:keep`, separated by commas; later entries win.  A spec says how a tensor
 is clustered: `bits[/dim] [scaled] [per GROUP] [e4m3]`, where a group is `row`, `8 rows`, `8x64` (a tile of 8 rows and
 64 columns) or `4096` (so many consecutive weights).  `/dim` defaults to 1.  A selector that holds a comma, a colon, a
-quotation mark or a space at its ends is written as a JSON string, in double quotes.  A size is text such as "1.0MB".
+quotation mark or a space at its ends is written as a JSON string, in double quotes.  A size is text such as "1.0MB", or
+"1.0MB paper" for one that is counted as the paper does.
 """
 
 import difflib
@@ -11,6 +12,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..clustering.groups import Group
 from ..clustering.precision import MAX_BITS
@@ -123,6 +125,21 @@ def _group(text: str) -> Group | None:
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
+
+
+class Target(NamedTuple):
+    """How small a plan is to be."""
+
+    bytes: int
+    as_paper: bool  # as the paper counts; otherwise it is the file that has so many bytes
+
+
+def parse_target(size: int | str) -> Target:
+    """The size that "1.0MB" or a plain integer means, of the file; "1.0MB paper" is the size as the paper counts."""
+    words = size.split() if isinstance(size, str) else []
+    if words and words[-1].lower() == "paper":
+        return Target(parse_size(" ".join(words[:-1])), True)
+    return Target(parse_size(size), False)
 
 
 def parse_size(size: int | str) -> int:

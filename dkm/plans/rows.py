@@ -74,6 +74,7 @@ class Plan:
     """A row for every tensor; prints as a table."""
 
     rows: tuple[Row, ...]
+    file_bytes: int | None = None  # of the file, packed; None where that was not asked for
 
     @property
     def bytes(self) -> int:
@@ -119,12 +120,18 @@ class Plan:
         raise KeyError(name)
 
     def summary(self) -> str:
-        """The plan in two lines."""
+        """The plan in two lines, or three where the size of the file is known."""
         counts = f"{len(self.clustered)} of {len(self.rows)} tensors clustered"
         return (
             f"{counts} at {self.bits_per_weight:.3f} bits per weight\n"
-            f"{size_text(self.bytes)} as the paper counts, {self.ratio:.1f}x smaller than float32"
+            f"{size_text(self.bytes)} as the paper counts, {self.ratio:.1f}x smaller than float32{self._file}"
         )
+
+    @property
+    def _file(self) -> str:
+        if self.file_bytes is None:
+            return ""
+        return f"\nthe file takes {self.file_bytes:,} bytes ({size_text(self.file_bytes)})"
 
     @property
     def columns(self) -> "tuple[Column, ...]":

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Real
 from typing import Any
 
@@ -50,9 +50,12 @@ def _logits(output: Any, whose: str) -> Tensor:
     return logits.float() if logits.element_size() < 4 else logits
 
 
+PROBES = 4  # at least; with two, what the weights of small tensors are worth is known to half of it only
+
+
 def divergence(
     model: nn.Module, batches: Iterable[Any], *, forward: Callable[[nn.Module, Any], Any] | None = None
-) -> Callable[[nn.Module], Tensor]:
+) -> "Divergence":
     """A `loss` for `dkm.plan(model, size=..., loss=...)` that needs no labels: how far the model's answers move.
 
     It is the Kullback-Leibler divergence from what the model answers now, averaged over the batches.  A batch is what
@@ -62,10 +65,46 @@ def divergence(
     batches = list(batches)
     if not batches:
         raise ValueError("divergence needs at least one batch, got none: an exhausted iterator?")
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return Divergence(model, batches, forward)
+
+
+class Divergence:
+    """See `divergence`.  It also tells how it curves, so that a plan needs few evaluations of it."""
+
+    def __init__(self, model: nn.Module, batches: Sequence[Any], forward: Callable[[nn.Module, Any], Any] | None):
+        self.batches, self.forward = batches, forward
+        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        with torch.no_grad():
+            self.before = [_logits(self._answer(model, batch), "teacher") for batch in batches]
 
     @torch.no_grad()
-    def answers(model: nn.Module) -> list[Any]:
+    def __call__(self, model: nn.Module) -> Tensor:
+        """How far the answers are from those before."""
+        pairs = zip(self.batches, self.before, strict=True)
+        return torch.stack([distill(self._answer(model, batch), old) for batch, old in pairs]).mean()
+
+    @property
+    def passes(self) -> int:
+        """How many numbers `probes` gives."""
+        return len(self.batches) * -(-PROBES // len(self.batches))
+
+    def probes(self, model: nn.Module) -> Iterator[Tensor]:
+        """Random numbers, always the same ones; the mean of the squares of their derivatives by a weight is the second
+        derivative of the divergence by this weight, as Gauss and Newton approximate it.
+
+        The second derivative of the divergence by the logits is diag(p) - p p', for the probabilities p.  A random
+        vector of which this is the covariance, times the logits, makes such a number.
+        """
+        generator = torch.Generator().manual_seed(0)
+        for i in range(self.passes):
+            logits = _logits(self._answer(model, self.batches[i % len(self.batches)]), "student")
+            roots = logits.detach().softmax(-1).sqrt()
+            signs = torch.randint(0, 2, logits.shape, generator=generator, dtype=torch.int8).to(logits.device)
+            noise = roots * (2 * signs - 1)
+            noise = noise - roots.square() * (roots * noise).sum(-1, keepdim=True)
+            yield (noise * logits).sum() * (logits.shape[-1] / logits.numel()) ** 0.5
+
+    def _answer(self, model: nn.Module, batch: Any) -> Any:
         norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         modes = {module: module.training for module in model.modules()}
         try:
@@ -73,16 +112,9 @@ def divergence(
             for norm in norms:
                 norm.train()
                 norm.track_running_stats = False  # use the batch's own statistics, and leave the running ones alone
-            return [feed(model, batch, device) if forward is None else forward(model, batch) for batch in batches]
+            return feed(model, batch, self.device) if self.forward is None else self.forward(model, batch)
         finally:
             for norm in norms:
                 norm.track_running_stats = True
             for module, mode in modes.items():
                 module.training = mode
-
-    before = answers(model)
-
-    def loss(model: nn.Module) -> Tensor:
-        return torch.stack([distill(new, old) for new, old in zip(answers(model), before, strict=True)]).mean()
-
-    return loss

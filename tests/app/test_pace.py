@@ -2,7 +2,7 @@
 
 import pytest
 
-from dkm.app.pace import Pace, speed_text
+from dkm.app.pace import Pace, WorkPace, speed_text
 
 
 def test_the_time_left_counts_neither_the_first_step_nor_evaluations_as_ordinary_steps():
@@ -40,3 +40,23 @@ def test_a_resumed_run_begins_where_it_stopped():
 @pytest.mark.parametrize(("speed", "text"), [(1234.4, "1234"), (12.3, "12"), (9.96, "10"), (0.254, "0.25"), (3, "3")])
 def test_slow_speeds_are_not_zero(speed: float, text: str):
     assert speed_text(speed) == text
+
+
+def test_the_time_left_of_work_of_several_kinds():
+    """Losses of 2 s; gradients that are guessed to take 3 times as long, and take 8 s; one that was done before."""
+    clock = [0.0]
+    pace = WorkPace({"gradients": ("losses", 3.0)}, lambda: clock[0])
+    done, total = {"losses": 1}, {"losses": 3, "gradients": 4}
+    clock[0] += 2
+    pace.worked("losses")
+    assert pace.left(done, total) == pytest.approx(2 * 2 + 4 * 6)
+    done = {"losses": 1, "gradients": 1}
+    clock[0] += 8
+    pace.worked("gradients")
+    assert pace.left(done, total) == pytest.approx(2 * 2 + 3 * 8)
+    assert pace.share(pace.left(done, total)) == pytest.approx(10 / 38)
+    done = {"losses": 2, "gradients": 1}
+    pace.worked("")
+    assert pace.left(done, total) == pytest.approx(2 + 3 * 8)
+    assert pace.left(total, total) == 0
+    assert pace.share(0) == 1

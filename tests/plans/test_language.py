@@ -9,7 +9,7 @@ import dkm
 from dkm import PlanError
 from dkm.clustering.groups import Group
 from dkm.clustering.spec import Spec
-from dkm.plans.language import Entry, parse, parse_size, parse_spec, quoted
+from dkm.plans.language import Entry, parse, parse_size, parse_spec, parse_target, quoted
 
 ACCEPTED = {
     "cv:4": [Entry("cv", Spec(4))],
@@ -212,6 +212,15 @@ SIZES = {
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes(size):
     assert parse_size(size) == SIZES[size]
+
+
+def test_what_a_size_is_of():
+    assert parse_target("40kB") == (40_000, False)
+    assert parse_target(800) == (800, False)
+    assert parse_target("40 kB paper") == parse_target("40000 Paper") == (40_000, True)
+    for wrong in ("paper", "40kBpaper", "40kB papers", "paper 40kB"):
+        with pytest.raises(dkm.PlanError, match="is not a size"):
+            parse_target(wrong)
 
 
 @pytest.mark.parametrize("size", ["", "MB", "1.0", "-1MB", "1TB", "1k", "1,5MB", "1e3", "1 000", "nan", "１MB", "1iB"])

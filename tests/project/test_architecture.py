@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "plans": {"modelling", "clustering", "foundation"},
     "compress": {"plans", "modelling", "clustering", "foundation"},
     "formats": {"plans", "modelling", "clustering", "foundation"},
+    "planning": {"formats", "plans", "modelling", "clustering", "foundation"},
     "runtime": {"formats", "plans", "modelling", "clustering", "foundation"},
     "exporters": {"formats", "compress", "plans", "modelling", "clustering", "foundation"},
     "training": {"formats", "plans", "modelling", "clustering", "foundation"},

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dkm
+from dkm.training import distill
 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
@@ -160,3 +161,33 @@ def test_divergence_of_batches_of_keywords():
 def test_divergence_needs_a_batch():
     with pytest.raises(ValueError, match="at least one batch"):
         dkm.divergence(network(), iter([]))
+
+
+def test_probes_have_the_second_derivative_as_their_mean_square(monkeypatch: pytest.MonkeyPatch):
+    """Where the divergence is zero, Gauss and Newton are exact.
+
+    The squares of N random numbers of about a normal distribution have a mean with a deviation of sqrt(2 / N).
+    """
+    count = 2_000
+    monkeypatch.setattr(distill, "PROBES", count)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).double(), torch.randn(9, 4).double()
+    loss = dkm.divergence(model, [x[:6], x[6:]])
+    weight, before = model[0].weight, [model(part).detach() for part in (x[:6], x[6:])]
+
+    def moved(values: Tensor) -> Tensor:
+        answers = [torch.func.functional_call(model, {"0.weight": values}, (part,)) for part in (x[:6], x[6:])]
+        return torch.stack([dkm.distill(new, old) for new, old in zip(answers, before, strict=True)]).mean()
+
+    second = torch.autograd.functional.hessian(moved, weight.detach()).reshape(24, 24).diagonal().view(6, 4)
+    squares = [torch.autograd.grad(number, weight)[0] ** 2 for number in loss.probes(model)]
+    assert len(squares) == loss.passes == count
+    torch.testing.assert_close(torch.stack(squares).mean(0), second, rtol=6 * (2 / count) ** 0.5, atol=1e-12)
+    again = next(iter(loss.probes(model)))
+    assert torch.equal(again, next(iter(loss.probes(model))))  # so that a plan can be chosen again
+
+
+@pytest.mark.parametrize(("batches", "passes"), [(1, 4), (2, 4), (3, 6), (9, 9)])
+def test_every_batch_is_probed(batches: int, passes: int):
+    model = nn.Linear(3, 2)
+    assert dkm.divergence(model, [torch.randn(2, 3)] * batches).passes == passes

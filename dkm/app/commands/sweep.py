@@ -39,7 +39,7 @@ def sweep_command(
         typer.Option(
             rich_help_panel="Model and data",
             metavar="SIZE",
-            help="1.0MB or 40kB: choose the bits for it; a run for each --target-size",
+            help="1.0MB or 40kB: choose the bits for such a file; a run for each --target-size",
         ),
     ] = None,
     config: Config = None,

@@ -2,6 +2,7 @@
 
     preparation    settings from flags and files, and whether there is a run to resume
     compression    `compress`, the whole run from its settings to its result; `rehearse`, its beginning alone
+    choosing       a plan for a size
     stage          where to compute and on what: the device, the processes, the data
     bad_images     images that cannot be read
     order          which examples each step sees
@@ -18,11 +19,24 @@ Everything random is drawn from a seed that is computed from the settings' seed 
 random state, and a run that was killed and resumed ends in the same bytes.
 """
 
+from .choosing import choose_plan, own_texts
 from .compression import compress, rehearse
 from .evaluation import evaluate
 from .listener import Listener
 from .preparation import prepare
 from .stage import Stage, open_stage
-from .stopping import Stopped
+from .stopping import Stopped, stop_requests
 
-__all__ = ["Listener", "Stage", "Stopped", "compress", "evaluate", "open_stage", "prepare", "rehearse"]
+__all__ = [
+    "Listener",
+    "Stage",
+    "Stopped",
+    "choose_plan",
+    "compress",
+    "evaluate",
+    "open_stage",
+    "own_texts",
+    "prepare",
+    "rehearse",
+    "stop_requests",
+]

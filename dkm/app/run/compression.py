@@ -9,30 +9,31 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import __version__
 from ...compress import compress_
 from ...formats.container import array_sizes
 from ...formats.dkm_file import encode, load, save
 from ...foundation.errors import FileError
-from ...plans.language import parse_size
-from ...plans.plan import plan as make_plan
+from ...planning import plan as make_plan
+from ...plans.language import parse_target
 from ...plans.rows import Plan
-from ...training.distill import divergence, teacher
+from ...training.distill import teacher
 from .. import report
 from ..errors import Problem, WriteProblem, as_problems, reason_of
 from ..measures import Score
 from ..own_code import own_problems
 from ..places import located
 from ..processes import rank
-from ..run_folder import Beginning, Checkpoint, Result, RunFolder, plan_file
+from ..run_folder import Beginning, Checkpoint, PlanFile, Result, RunFolder, plan_file
 from ..settings import Settings, as_command, clustering_options
 from ..tasks import LanguageTask
+from .choosing import choose_plan
 from .evaluation import evaluate
 from .listener import Listener
 from .sampling import write_texts
-from .stage import Stage, open_stage
+from .stage import open_stage
 from .stopping import stop_requests
 from .tracking import check_tracker, start_tracker, stop_tracker, tracked_result
 from .training import Training
@@ -48,23 +49,21 @@ def compress(settings: Settings, listener: Listener | None = None, *, resume: bo
     with contextlib.ExitStack() as stack:
         if resume and settings.out is not None and rank() == 0:  # one lock for all processes of a run
             stack.enter_context(RunFolder(Path(settings.out)).lock())
-        run = _Run(settings, listener or Listener(), resume)
+        run = _Run(settings, listener or Listener(), resume, stack)
         with stop_requests() as requested:
             run.stage.stop_requested = requested
-            training = run.start()
-            if not resume and run.is_main_process:
-                stack.enter_context(run.folder.lock())
             try:
-                start_tracker(run.stage, run.folder, training.done, run.before.value)
-                stack.callback(stop_tracker, run.stage)
                 with own_problems(), _batch_norm_problems():
+                    training = run.start()
+                    start_tracker(run.stage, run.folder, training.done, run.before.value)
+                    stack.callback(stop_tracker, run.stage)
                     training.run()
             except WriteProblem:  # there is room for nothing more, and the user wants to keep what there is
                 raise
             except Problem:
-                if not resume and run.is_main_process and not run.folder.checkpoint.exists():
+                if run.has_made_folder and not run.folder.checkpoint.exists():
                     stop_tracker(run.stage)
-                    run.folder.remove()  # this run has made it, and there is nothing in it to go on with
+                    run.folder.remove()  # there is nothing in it to go on with
                 raise
         return run.finish(training)
 
@@ -72,7 +71,7 @@ def compress(settings: Settings, listener: Listener | None = None, *, resume: bo
 def rehearse(settings: Settings, listener: Listener) -> None:
     """All of a run that comes before the training, with one batch of each kind: what is wrong raises Problem, and
     nothing is written."""
-    run = _Run(settings, listener, resume=False)
+    run = _Run(settings, listener, resume=False, locks=contextlib.ExitStack())
     run.folder.check_place()
     with stop_requests() as requested:
         run.stage.stop_requested = requested
@@ -95,8 +94,9 @@ def _batch_norm_problems() -> Iterator[None]:
 class _Run:
     """The parts of a run that `compress` puts together; opening it checks everything that can be checked at once."""
 
-    def __init__(self, settings: Settings, listener: Listener, resume: bool):
+    def __init__(self, settings: Settings, listener: Listener, resume: bool, locks: contextlib.ExitStack):
         self.started = time.perf_counter()
+        self.locks, self.has_made_folder = locks, False
         self.settings, self.listener, self.resume = settings, listener, resume
         if settings.plan is None and settings.target_size is None:
             raise Problem("how small? give --plan 'cv:4/4, fc:8/4', or --target-size 1.0MB")
@@ -109,7 +109,9 @@ class _Run:
         self.is_main_process = self.stage.accelerator.is_main_process
         self.order = self.stage.make_order()
         self.steps = settings.epochs * self.order.steps_per_epoch
-        self.text = self.folder.read_plan()["text"] if resume else settings.plan
+        # a run that was stopped while its plan was chosen has none yet
+        self.is_planned = settings.target_size is None or (resume and self.folder.plan.exists())
+        self.text = self.folder.read_plan()["text"] if resume and self.is_planned else settings.plan
         self.plan = self._known_plan()
         self.checkpoint = self._read_checkpoint() if resume else None
 
@@ -118,8 +120,8 @@ class _Run:
         plan = None
         with as_problems():
             if self.settings.target_size is not None:
-                parse_size(self.settings.target_size)
-            if self.resume or self.settings.target_size is None:
+                parse_target(self.settings.target_size)
+            if self.is_planned:
                 plan = make_plan(self.model, self.text)
         if plan is not None and not plan.clustered:
             raise Problem(f"the plan '{self.text}' clusters nothing: give a layer bits, as in 'cv:4/4'")
@@ -150,17 +152,20 @@ class _Run:
             self.before = _score_before(checkpoint, self.stage.task.eval_count)
         samples = self._own_texts()
         if self.plan is None:
-            self.listener.note(f"choosing bits and dim for {settings.target_size} by what each costs the loss ...")
-            self.plan = _plan_for_size(self.stage, model)
+            self._make_folder(None, samples)
+            self.plan = choose_plan(self.stage, model, self.listener, self.folder)
             self.text = self.plan.text
         uncompressed = teacher(model) if settings.teacher == "self" else None
-        with as_problems():
+        with as_problems(), self.stage.stop_requested.at_once():
             compress_(model, self.plan, method=settings.method, **clustering_options(settings, self.steps))
         sizes = self._sizes()
         self.listener.planned(self.plan, sum(sizes.values()))
-        if not self.resume and self.is_main_process:
+        if self.is_main_process:
             plan = plan_file(self.plan, self.text or "", self._beginning(sizes))
-            self.folder.create(settings, plan, samples, self.stage.bad_images)
+            if self.is_planned:
+                self._make_folder(plan, samples)
+            else:
+                self.folder.write_plan(plan)
         training = Training(
             self.stage,
             model,
@@ -175,6 +180,13 @@ class _Run:
         if checkpoint is not None:
             training.restore(checkpoint)
         return training
+
+    def _make_folder(self, plan: PlanFile | None, samples: Tensor | None) -> None:
+        """Make the folder of a new run, in the first process, and lock it."""
+        if not self.resume and self.is_main_process:
+            self.folder.create(self.settings, plan, samples, self.stage.bad_images)
+            self.has_made_folder = True
+            self.locks.enter_context(self.folder.lock())
 
     def rehearse(self) -> None:
         """Read and compute what the training begins with, and say what it would be."""
@@ -290,25 +302,6 @@ def _score_before(checkpoint: Checkpoint, examples: int) -> Score:
     """The score of the uncompressed model; checkpoints of dkm 0.1.0 had its value alone at first."""
     stored = checkpoint.get("score_before")
     return Score(**stored) if stored else Score(checkpoint["before"], math.nan, examples, None, {})
-
-
-def _plan_for_size(stage: Stage, model: nn.Module) -> Plan:
-    """The plan of the wanted size that costs least, measured on a few batches."""
-    from accelerate.utils import broadcast_object_list
-
-    settings, task = stage.settings, stage.task
-
-    def forward(model: nn.Module, batch: Any) -> Tensor:
-        args, kwargs, labels = task.split(batch)
-        with stage.accelerator.autocast():
-            return task.compared(model(*args, **kwargs), labels).logits.float()
-
-    loss = divergence(model, stage.sample(task.measured_count), forward=forward)
-    with as_problems():
-        plan = make_plan(model, settings.plan, size=settings.target_size, loss=loss, seed=settings.seed)
-    if stage.accelerator.num_processes > 1:  # devices round differently, and all processes need the same plan
-        plan = make_plan(model, broadcast_object_list([plan.text])[0])
-    return plan
 
 
 def _environment(accelerator: Any) -> dict[str, str]:

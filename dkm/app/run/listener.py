@@ -1,5 +1,6 @@
 """Whoever wants to know what happens in a run."""
 
+from ...plans.bench import Progress
 from ...plans.rows import Plan
 from ..measures import Score
 from ..run_folder import EvalRecord, Result, StepRecord
@@ -17,6 +18,15 @@ class Listener:
 
     def sampled(self, done: int, count: int) -> None:
         """The uncompressed language model has written so many of the texts to train on; 0 before it begins."""
+
+    def choosing_begins(self, size: str) -> None:
+        """A plan for this size is going to be chosen."""
+
+    def choosing(self, progress: Progress) -> None:
+        """A piece of the work of choosing it is done."""
+
+    def chosen(self) -> None:
+        """It is chosen."""
 
     def planned(self, plan: Plan, file_bytes: int) -> None:
         """It is decided what becomes of each tensor, and how large the file will be."""

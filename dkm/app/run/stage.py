@@ -1,8 +1,8 @@
 """Where to compute and on what: the data, the device and the processes of a run."""
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..tasks.batches import batches
 from .bad_images import leave_out_bad_images
 from .listener import Listener
 from .order import Order, seed_from
-from .stopping import Stopped
+from .stopping import Stopped, StopRequests
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Stage:
     listener: Listener
     bad_images: LeftOut | None = None  # those that are left out; None where all are read
     outputs_checked: bool = False
-    stop_requested: Callable[[], bool] = lambda: False
+    stop_requested: StopRequests = field(default_factory=StopRequests)
 
     def build_model(self) -> models.Built:
         """A new copy of the model, with the weights that it had before it was compressed."""

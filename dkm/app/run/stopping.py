@@ -18,8 +18,37 @@ class Stopped(Exception):
     """The run was asked to stop.  What there is of it is in its folder, to be resumed."""
 
 
+class StopRequests:
+    """Whether the run was asked to stop: a function that tells it."""
+
+    def __init__(self, is_launcher_gone: Callable[[], bool] = lambda: False):
+        self.is_launcher_gone = is_launcher_gone
+        self.signalled, self.immediate = False, False
+
+    def __call__(self) -> bool:
+        return self.signalled or self.is_launcher_gone()
+
+    def signal(self) -> None:
+        """There was a request."""
+        self.signalled = True
+        if self.immediate:
+            raise Stopped
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within this, a request raises Stopped wherever the process is: for work that takes long and may be cut off
+        anywhere."""
+        self.immediate = True
+        try:
+            if self():
+                raise Stopped
+            yield
+        finally:
+            self.immediate = False
+
+
 @contextlib.contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
+def stop_requests() -> Iterator[StopRequests]:
     """Make SIGINT and SIGTERM a request, and give the function that tells whether there was one.
 
     The run then stops at the next opportunity, with a checkpoint; a second signal ends the process at once.  Where a
@@ -27,14 +56,14 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
     one is only a request as well; and when the launcher itself has ended, that counts as a request, because nobody else
     would end these processes.
     """
-    requests: list[int] = []
     handlers_before: dict[int, Any] = {}
     launcher = os.getppid()
+    requests = StopRequests(lambda: has_several_processes() and os.getppid() != launcher)
 
     def request(number: int, frame: Any) -> None:
-        requests.append(number)
         if not has_several_processes():
             restore()
+        requests.signal()
 
     def restore() -> None:
         for number, handler in handlers_before.items():
@@ -45,7 +74,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
         for number in (signal.SIGINT, signal.SIGTERM):
             handlers_before[number] = signal.signal(number, request)
     try:
-        yield lambda: bool(requests) or (has_several_processes() and os.getppid() != launcher)
+        yield requests
     finally:
         restore()
 

@@ -1,7 +1,9 @@
 """The files of a run folder, each written whole or not at all.
 
 config.toml     the settings, all of them
-plan.json       what becomes of each tensor
+measurements.jsonl
+                what was measured to choose a plan for a size, so that it is not measured again
+plan.json       what becomes of each tensor; missing while a plan is being chosen
 samples.safetensors
                 the texts that a language model wrote to be trained on, as tokens
 bad-images.json the numbers of the images that cannot be read and are left out, with --skip-bad-images
@@ -62,6 +64,11 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def measurements(self) -> Path:
+        """What was measured to choose a plan; only there where one was chosen."""
+        return self.path / "measurements.jsonl"
+
+    @property
     def log(self) -> Path:
         """A line for each record; see `schema`."""
         return self.path / "log.jsonl"
@@ -120,7 +127,7 @@ class RunFolder:
         return self.model
 
     def read_plan(self) -> PlanFile:
-        """plan.json, which every run has from its beginning."""
+        """plan.json, which every run has from its beginning, or since its plan was chosen."""
         plan = _read_json(self.plan)
         if not isinstance(plan.get("text"), str):
             raise Problem(f"{self.plan} does not hold the plan of a run: {_START_ANEW}")
@@ -190,9 +197,14 @@ class RunFolder:
             raise Problem(f"cannot make the folder {self.path}: {above} is not a folder that you may write to")
 
     def create(
-        self, settings: Settings, plan: PlanFile, samples: Tensor | None = None, bad_images: LeftOut | None = None
+        self,
+        settings: Settings,
+        plan: PlanFile | None,
+        samples: Tensor | None = None,
+        bad_images: LeftOut | None = None,
     ) -> None:
         """Make the folder with its first files: whole, or not at all.  An empty folder may be there already.
+        Without a plan, `write_plan` follows.
 
         All paths of the settings are stored absolute, so that the run means the same in every working directory.
         """
@@ -201,7 +213,8 @@ class RunFolder:
         try:
             (partial / "checkpoints").mkdir(parents=True)
             write_atomically(partial / self.config.name, as_toml(located(settings)))
-            write_atomically(partial / self.plan.name, json.dumps(plan, indent=1) + "\n")
+            if plan is not None:
+                write_atomically(partial / self.plan.name, json.dumps(plan, indent=1) + "\n")
             if samples is not None:
                 write_atomically(partial / self.samples.name, safetensors.torch.save({"tokens": samples}))
             if bad_images is not None:

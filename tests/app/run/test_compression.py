@@ -89,7 +89,7 @@ def test_workers_change_nothing(place: Path, tmp_path: Path):
         dict(batch_norm="frozen", recalibrate=0),
         dict(autocast="bf16"),
         dict(augment="medium", gradient="implicit"),
-        dict(plan=None, target_size="1kB"),
+        dict(plan=None, target_size="1kB paper"),
         dict(epochs=0),
     ],
     ids=lambda options: "-".join(map(str, options)),
@@ -161,7 +161,7 @@ def test_frozen_batch_norm_trains_with_the_statistics_of_the_start(place: Path, 
 
 
 def test_the_target_size_is_kept(place: Path, tmp_path: Path):
-    result = finish(settings(place, tmp_path / "run", plan=None, target_size="700B", epochs=1))
+    result = finish(settings(place, tmp_path / "run", plan=None, target_size="700B paper", epochs=1))
     assert result["bytes_paper"] <= 700
     text = json.loads((tmp_path / "run" / "plan.json").read_text())["text"]
     assert (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..processes import has_several_processes
+from ..processes import has_several_processes, is_from_a_lost_process
 
 ASK_EVERY = 2  # seconds between two votes of several processes; a launcher kills those that take 30 to stop
 
@@ -75,6 +75,12 @@ def stop_requests() -> Iterator[StopRequests]:
             handlers_before[number] = signal.signal(number, request)
     try:
         yield requests
+    except RuntimeError as error:
+        # When one process ends with a problem, the launcher ends the others, and one of them may lose the connection
+        # before it has stopped.  What was wrong is said already.
+        if requests() and is_from_a_lost_process(error):
+            raise SystemExit(2) from None
+        raise
     finally:
         restore()
 

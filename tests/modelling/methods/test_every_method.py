@@ -40,12 +40,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
     return losses
 
 
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, 1e-2),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+}
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_it_trains_and_the_file_holds_what_was_evaluated(method: str, tmp_path: Path):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_it_trains_and_the_file_holds_what_was_evaluated(method: str, optimizer: str, tmp_path: Path):
     model = compressed(method)
     x, y = batch()
     before = F.cross_entropy(model.eval()(x), y).item()
-    train(model, torch.optim.Adam(model.parameters(), 1e-2), 40)
+    train(model, OPTIMIZERS[optimizer](model.parameters()), 40)
     dkm.recalibrate_(model, [x])
     evaluated = model.eval()(x)
     assert F.cross_entropy(evaluated, y).item() < 0.5 * before

@@ -50,7 +50,11 @@ ALL = "steps, init, seed, tau, metric, eps, max_iter, gradient, impl"
         ("dkm", dict(p=0.1), f'method="dkm" takes no p, it takes {ALL}; method="quant_noise" takes p'),
         ("dkm", dict(gradients="last"), f'method="dkm" takes no gradients, it takes {ALL}; did you mean gradient?'),
         ("hard", dict(p=1), 'method="hard" takes no p, it takes steps, init, seed, eps, max_iter; method='),
-        ("quant_noise", dict(q=1), 'method="quant_noise" takes no q, it takes steps, init, seed, eps, max_iter, p'),
+        (
+            "quant_noise",
+            dict(q=1),
+            'method="quant_noise" takes no q, it takes steps, init, seed, eps, max_iter, p, p_end, last',
+        ),
     ],
 )
 def test_an_option_of_another_method_or_of_none_leaves_the_model_alone(method: str, options: dict, sentence: str):

@@ -5,17 +5,23 @@
     gumbel        attention drawn from a Gumbel-softmax
     dc            Deep Compression: k-means once, then only the centroids train
     quant_noise   Quant-Noise: a random part of the vectors is snapped at each step
+    bwn           binary weight networks: the sign of each weight, and a scale
+    abc-net       ABC-Net: a sum of several binary bases
+    ewgs          a uniform quantiser with element-wise gradient scaling
 
 Importing this package registers them.
 """
 
-from . import dkm, hard, gumbel, deep_compression, quant_noise  # isort: skip  # in the order of the table above
+from . import dkm, hard, gumbel, deep_compression, quant_noise, bwn, abc_net, ewgs  # isort: skip  # in the order of the table above
 from .registry import METHODS, named, option_names, register
 
 __all__ = [
     "METHODS",
+    "abc_net",
+    "bwn",
     "deep_compression",
     "dkm",
+    "ewgs",
     "gumbel",
     "hard",
     "named",

@@ -37,7 +37,7 @@ def test_an_option_that_means_nothing(method: str, options: dict, named: str):
 
 
 def test_an_unknown_method_names_the_nearest():
-    with pytest.raises(ValueError, match="one of dkm, hard, gumbel, dc, quant_noise, got 'quantnoise'; did you mean"):
+    with pytest.raises(ValueError, match=r"one of dkm, hard, gumbel, dc, quant_noise, .*'quantnoise'; did you mean"):
         dkm.compress_(network(), PLAN, method="quantnoise")
 
 

@@ -130,6 +130,8 @@ def snap_(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> nn.Module:
         )
     walk = parameters(model)
     for owned in walk:
+        if owned.clustered is not None:
+            owned.clustered.check_given()
         if owned.on_top is not None:
             raise ValueError(
                 f"{owned.name} has another parametrization, {owned.on_top}, on top of its clustering, and snap_ would "

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..clustering.assign import assign, assign_groups
@@ -34,6 +34,7 @@ from ..clustering.vectors import to_vectors
 from .checksum import checksum
 from .clock import Clock, in_backward
 from .dtensors import is_sharded, whole
+from .needs import Needs
 from .snapped import Memory, StraightThrough, guarded
 
 ALL = slice(None)
@@ -50,7 +51,7 @@ class Moment(NamedTuple):
     clock: Tensor  # () int64: the count of the model's clock
 
 
-class Clustered(nn.Module, ABC):
+class Clustered(Needs, ABC):
     """The abstract base of a clustered weight: its clustering in training, its nearest centroids in evaluation.
 
     In training mode, reading the weight gives what the method's `cluster` computes from it, with gradient.  In
@@ -85,7 +86,6 @@ class Clustered(nn.Module, ABC):
     """
 
     Options: ClassVar[type[StartOptions]] = StartOptions
-    method: ClassVar[str] = ""  # the name that it is registered under
     clusters_groups: ClassVar[bool] = False  # whether `cluster` knows groups
     only_scalars: ClassVar[bool] = False  # whether vectors have one weight
     most_bits: ClassVar[int] = MAX_BITS
@@ -134,6 +134,7 @@ class Clustered(nn.Module, ABC):
         self.register_buffer("seen", checksum(weight))
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=weight.device))
         self.register_buffer("unit", unit)
+        self.begin_needs(weight.device)
         self.clock = Clock()  # of its own, unless it becomes a part of a model
         self.memory = Memory()
         self.iterations = torch.zeros_like(self.step)  # no buffer: nothing to save, nothing to send to other ranks
@@ -187,6 +188,7 @@ class Clustered(nn.Module, ABC):
             state_dict[key] = torch.zeros((), dtype=torch.int32)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.clock.loaded(self.step, load=args[-1])
+        self.needs_loaded()
         if not self.exponent.is_meta:
             self.adapt_to_scale(int(self.exponent))
 
@@ -245,6 +247,10 @@ class Clustered(nn.Module, ABC):
 
     def forward(self, weight: Tensor) -> Tensor:
         """What the module computes with: W~ in training, the snapped weight otherwise."""
+        if self.needs:
+            if self.dense:
+                return weight
+            self.check_needs(weight)
         if not (self.training and weight.requires_grad):
             if weight.requires_grad and torch.is_grad_enabled():
                 return StraightThrough.apply(weight, self.snapped(weight))

@@ -220,6 +220,20 @@ def test_the_file_of_the_model_may_register_a_method(place: Path):
     assert json.loads(Path("run/result.json").read_text())["finished"]
 
 
+@pytest.mark.parametrize("method", ["atb", "soft-sharing"])
+def test_a_method_gets_what_it_needs(place: Path, method: str):
+    call("compress", *flags(method=method))
+    assert json.loads(Path("run/result.json").read_text())["finished"]
+
+
+def test_a_method_that_cannot_have_what_it_needs(place: Path, capsys):
+    text = Path("network.py").read_text().replace("nn.Conv2d(3, 8, 3)", "nn.ConvTranspose2d(3, 8, 3)")
+    Path("transposed.py").write_text(text)
+    call("compress", *flags(model="transposed.py:network", method="atb", weights="none"), code=2)
+    assert 'dkm: method="atb" knows what linear layers' in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
 def test_a_run_is_not_overwritten(place: Path, capsys):
     call("compress", *flags())
     before = snapshot(place)

@@ -69,4 +69,7 @@ def within(method: str, plan: str) -> str:
 def make(method: str, weight: Tensor, **options) -> Clustered:
     """The method on a weight, with 3 bits for 2 weights if it can."""
     bits, dim = within(method, ":3/2").removeprefix(":").split("/")
-    return METHODS[method](weight, int(bits), int(dim), steps=10, **options)
+    clustered = METHODS[method](weight, int(bits), int(dim), steps=10, **options)
+    for need in clustered.needs:
+        clustered.give(need)
+    return clustered

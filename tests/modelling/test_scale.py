@@ -24,7 +24,8 @@ def clustered_layer(exponent: int, plan: str, **options) -> nn.Linear:
     with torch.no_grad():
         layer.weight.copy_(torch.randn(30, 24, generator=generator) * 2.0 ** (exponent - 5))
     dkm.compress_(layer, plan, **({"steps": 4} | options))
-    return layer
+    dkm.method_loss(layer)  # for those methods that would miss it
+    return dkm.calibrate_(layer, [torch.randn(40, 24, generator=generator)])
 
 
 def trained(exponent: int, plan: str, **options) -> tuple[list[Tensor], Tensor, list[int]]:

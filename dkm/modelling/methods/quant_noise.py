@@ -1,7 +1,6 @@
 """Quant-Noise (Fan et al., 2021): a random part of the vectors is snapped at each step."""
 
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -28,9 +27,9 @@ class QuantNoiseOptions(HardOptions):
         super().__post_init__()
         for name, what in (("p", "is the fraction of the vectors that are snapped"), ("p_end", "is that at the end")):
             value = getattr(self, name)
-            if not isinstance(value, Real) or not 0 < value <= 1:
+            if not isinstance(value, int | float) or not 0 < value <= 1:
                 raise ValueError(f"{name} {what}, above 0 and up to 1, got {value!r}")
-        if not isinstance(self.last, Real) or not 0 <= self.last <= 1:
+        if not isinstance(self.last, int | float) or not 0 <= self.last <= 1:
             raise ValueError(f"last is a part of the training, from 0 to 1, got {self.last!r}")
         if self.steps is None and self.p_end != self.p:
             raise ValueError(

@@ -86,6 +86,7 @@ class Clustered(Needs, ABC):
     """
 
     Options: ClassVar[type[StartOptions]] = StartOptions
+    paper: ClassVar[str] = ""  # author and year
     clusters_groups: ClassVar[bool] = False  # whether `cluster` knows groups
     only_scalars: ClassVar[bool] = False  # whether vectors have one weight
     most_bits: ClassVar[int] = MAX_BITS

@@ -41,8 +41,8 @@ def calibrate_(
     """Show the method a few batches of training data, after `compress_` and before the training.  Returns the model.
 
     A batch is what `recalibrate_` takes; labels are ignored.  The model runs in evaluation mode with its weights as
-    they are, not clustered; its modes are as before afterwards.  A method that needs no batches is not shown any.  Where
-    there are several processes, show all of them the same batches.
+    they are, not clustered; its modes are as before afterwards.  A method that needs no batches is not shown any.
+    Where there are several processes, show all of them the same batches.
     """
     targets = [(owned, clustered) for owned, clustered in clustered_parameters(model) if "batches" in clustered.needs]
     if not targets:

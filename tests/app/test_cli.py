@@ -279,6 +279,25 @@ def test_inspect(place: Path, capsys):
     assert capsys.readouterr().out.strip() == describe("run/model.dkm", 80)
 
 
+def test_methods(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["methods"])
+    assert end.value.code == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows if row and row[0] in METHODS] == list(METHODS)
+    (bwn,) = (row for row in rows if row and row[0] == "bwn")
+    assert bwn[1:6] == ["Rastegari", "2016", "1", "1", "-"]
+    with pytest.raises(SystemExit):
+        cli.main(["methods", "quant_noise"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("quant_noise, Fan 2021\n\nA random fraction of the vectors is snapped")
+    assert "p_end    1.0" in shown
+    with pytest.raises(SystemExit) as end:
+        cli.main(["methods", "quantnoise"])
+    assert end.value.code == 2
+    assert "there is no method 'quantnoise': did you mean quant_noise?" in capsys.readouterr().err
+
+
 def test_report_is_written_again(place: Path, capsys):
     call("compress", *flags())
     before = Path("run/report.html").read_bytes()

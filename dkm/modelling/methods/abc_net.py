@@ -1,5 +1,7 @@
 """ABC-Net (Lin et al., 2017): weights as a sum of several binary bases."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ class ABCNet(ByCodes):
     them.  The gradient passes straight through each basis to the weight in units of std(W), so that it is dW~ times
     sum(a) / std(W), which is about 1.
     """
+
+    paper: ClassVar[str] = "Lin 2017"
 
     def cluster_vectors(self, V: Tensor, C: Tensor, step: Tensor) -> Clustering:
         """`(n, 1)` scaled weights -> W~ and the values of the codes.  Changes nothing."""

@@ -31,6 +31,7 @@ class ATB(DeepCompression):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("batches",)
+    paper: ClassVar[str] = "Stock 2020"
     metric: Tensor
 
     def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):

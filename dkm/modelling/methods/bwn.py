@@ -45,6 +45,7 @@ class BWN(ByCodes):
 
     Options: ClassVar[type[StartOptions]] = BWNOptions
     most_bits: ClassVar[int] = 1
+    paper: ClassVar[str] = "Rastegari 2016"
     options: BWNOptions
 
     def cluster_vectors(self, V: Tensor, C: Tensor, step: Tensor) -> Clustering:

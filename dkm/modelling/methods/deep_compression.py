@@ -43,6 +43,7 @@ class DeepCompression(Clustered):
     """
 
     Options: ClassVar[type[StartOptions]] = DeepCompressionOptions
+    paper: ClassVar[str] = "Han 2016"
     options: DeepCompressionOptions
     cluster_of: Tensor
 

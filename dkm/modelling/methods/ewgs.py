@@ -47,6 +47,7 @@ class EWGS(ByCodes):
     """
 
     Options: ClassVar[type[StartOptions]] = EWGSOptions
+    paper: ClassVar[str] = "Lee 2021"
     options: EWGSOptions
     first: Tensor
 

@@ -55,6 +55,7 @@ class QuantNoise(ByVectors):
     """
 
     Options: ClassVar[type[StartOptions]] = QuantNoiseOptions
+    paper: ClassVar[str] = "Fan 2021"
     options: QuantNoiseOptions
     loop: QuantNoiseOptions
     key: Tensor

@@ -63,6 +63,7 @@ class SoftSharing(ByVectors):
 
     Options: ClassVar[type[StartOptions]] = SoftSharingOptions
     needs: ClassVar[tuple[str, ...]] = ("loss",)
+    paper: ClassVar[str] = "Ullrich 2017"
     options: SoftSharingOptions
 
     def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):

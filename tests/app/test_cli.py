@@ -19,6 +19,7 @@ from small_bert import WORDS, make_bert
 
 from dkm.app import cli, settings, tasks
 from dkm.app.own_code import load_function
+from dkm.app.run import compression
 from dkm.app.run_folder import RunFolder
 from dkm.formats.contents import describe
 from dkm.modelling.methods import METHODS
@@ -220,6 +221,18 @@ def test_the_file_of_the_model_may_register_a_method(place: Path):
     assert json.loads(Path("run/result.json").read_text())["finished"]
 
 
+def test_an_option_of_the_method_reaches_it(place: Path, monkeypatch):
+    seen = []
+    original = compression.compress_
+    monkeypatch.setattr(
+        compression, "compress_", lambda *args, **options: seen.append(options) or original(*args, **options)
+    )
+    words = ("--method-option", "p=0.25", "--method-option", "last=1", "--method-option", "init=random")
+    call("compress", *flags(method="quant_noise"), *words)
+    assert (seen[0]["p"], seen[0]["last"], seen[0]["init"]) == (0.25, 1, "random")
+    assert "--method-option p=0.25" in json.loads(Path("run/result.json").read_text())["command"]
+
+
 @pytest.mark.parametrize("method", ["atb", "soft-sharing"])
 def test_a_method_gets_what_it_needs(place: Path, method: str):
     call("compress", *flags(method=method))
@@ -284,7 +297,8 @@ def test_methods(capsys):
         cli.main(["methods"])
     assert end.value.code == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[0] for row in rows if row and row[0] in METHODS] == list(METHODS)
+    table = rows[: rows.index([])]
+    assert [row[0] for row in table if row[0] in METHODS] == list(METHODS)
     (bwn,) = (row for row in rows if row and row[0] == "bwn")
     assert bwn[1:6] == ["Rastegari", "2016", "1", "1", "-"]
     with pytest.raises(SystemExit):

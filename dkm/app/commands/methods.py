@@ -13,16 +13,16 @@ from ...foundation.text import table
 from ...modelling.clustered import Clustered
 from ...modelling.methods import METHODS, option_names
 from ..errors import Problem
-from .application import app
+from .application import command
 
 
-@app.command("methods")
+@command("methods", "dkm methods", "dkm methods quant_noise")
 def methods_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="a method, for its description and options")
+        str | None, typer.Argument(metavar="NAME", help="a method, for its description and options")
     ] = None,
 ) -> None:
-    """The methods that --method takes, from which paper, for how many bits, and what they need; or one of them."""
+    """List what --method takes: the papers, for how many bits, what they need; or describe one."""
     width = shutil.get_terminal_size((100, 24)).columns
     if name is not None:
         print(_described(name, width))

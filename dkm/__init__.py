@@ -10,7 +10,7 @@ with quiet_imports():
     from .compress import cluster_weight, compress_, snap_
     from .exporters import export
     from .formats.dkm_file import save, size
-    from .foundation.errors import DKMError, ExportError, FileError, PlanError
+    from .foundation.errors import DKMError, ExportError, FileError, NeedError, PlanError
     from .modelling.clustered import Clustered
     from .modelling.layer import DKM
     from .modelling.methods import register as register_method
@@ -21,6 +21,7 @@ with quiet_imports():
     from .training.capture import capture
     from .training.distill import distill, divergence, teacher
     from .training.monitor import monitor
+    from .training.needs import calibrate_, method_loss
     from .training.search import search_tau
 
 __version__ = "0.1.0"
@@ -32,9 +33,11 @@ __all__ = [
     "DKMError",
     "ExportError",
     "FileError",
+    "NeedError",
     "Plan",
     "PlanError",
     "assign",
+    "calibrate_",
     "capture",
     "cluster",
     "cluster_weight",
@@ -44,6 +47,7 @@ __all__ = [
     "export",
     "init_centroids",
     "load",
+    "method_loss",
     "monitor",
     "plan",
     "recalibrate_",

@@ -11,6 +11,7 @@ from .clustering.precision import check_bits_dim, check_dtype, check_weight, rou
 from .clustering.spec import Spec
 from .modelling.attach import attach, detach
 from .modelling.clock import Clock
+from .modelling.clustered import Clustered
 from .modelling.dtensors import is_sharded, reshard
 from .modelling.methods import named
 from .modelling.packed_tensor import refuse_packed
@@ -28,7 +29,7 @@ def compress_(model: nn.Module, plan: str | Plan, *, method: str = "dkm", **opti
 
     Args:
         plan: "cv:4/4, fc:8/4", or what `dkm.plan` returned.
-        method: "dkm", or one to compare with: "hard", "gumbel", "dc", "quant_noise", or one that you registered.
+        method: "dkm", or one to compare with: such as "hard" or "dc", see docs/methods.md, or one that you registered.
         steps: how many optimizer steps you will train; tau="auto" and every schedule anneal over them.
         tau: "auto", the default; a number, the paper's fixed temperature; a schedule, see `dkm.temperature`; or
             "learn", a parameter for every tensor: build the optimizer afterwards.
@@ -47,6 +48,7 @@ def compress_(model: nn.Module, plan: str | Plan, *, method: str = "dkm", **opti
         )
     chosen = plan if isinstance(plan, Plan) else plan_of(walk, plan)
     targets = _targets(walk, chosen)
+    _check_method(kind, targets)
     # All of them first: an error leaves the model untouched.
     made = [kind(owned.tensor, **spec.arguments, **taken) for owned, spec in targets]
     clock = Clock()
@@ -72,6 +74,16 @@ def _targets(walk: list[Owned], plan: Plan) -> list[tuple[Owned, Spec]]:
     for owned, _ in targets:
         _check(owned.tensor, owned.name)
     return targets
+
+
+def _check_method(kind: type[Clustered], targets: list[tuple[Owned, Spec]]) -> None:
+    """ValueError where the method cannot cluster what the plan says: with all such tensors, and why the first."""
+    refused = [(owned.name, reason, spec) for owned, spec in targets if (reason := kind.cannot(spec))]
+    if refused:
+        name, reason, spec = refused[0]
+        more = ", ".join(other for other, _, _ in refused[1:])
+        also = f"; the same goes for {more}" if more else ""
+        raise ValueError(f'method="{kind.method}" {reason}, got {name}:{spec.label}{also}')
 
 
 def _check(tensor: torch.Tensor, name: str) -> None:
@@ -118,6 +130,8 @@ def snap_(model: nn.Module, *, dtype: torch.dtype = torch.float16) -> nn.Module:
         )
     walk = parameters(model)
     for owned in walk:
+        if owned.clustered is not None:
+            owned.clustered.check_given()
         if owned.on_top is not None:
             raise ValueError(
                 f"{owned.name} has another parametrization, {owned.on_top}, on top of its clustering, and snap_ would "

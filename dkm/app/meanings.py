@@ -18,7 +18,12 @@ MEANINGS: dict[str, dict[str, str]] = {
         "hard": "k-means at every step, without mixtures",
         "gumbel": "like dkm, with mixtures that are drawn at random",
         "dc": "Deep Compression: k-means once, then only the centroids train",
-        "quant_noise": "a random part of the weights is snapped at every step",
+        "quant_noise": "a random part of the weights is snapped at every step, in the end all of them",
+        "bwn": "1 bit: the sign of each weight, and a scale",
+        "abc-net": "a sum of binary weights, one for each bit",
+        "ewgs": "evenly spaced values on a learned range",
+        "atb": "like dc, with the clusters that keep the outputs of the layers",
+        "soft-sharing": "a term of the loss draws the weights into clusters",
     },
     "tau": {
         "auto": "falls during the training, from 2 to 0.1 units; nothing to tune",

@@ -147,6 +147,12 @@ class Settings:
     eps: float = _clustering_setting("eps", "iterations end when no centroid moves farther than this")
     max_iter: int = _clustering_setting("max_iter", "iterations of k-means in one step, at most")
     gradient: str = _clustering_setting("gradient", "how dkm's gradient goes back through its iterations")
+    method_option: tuple[str, ...] = _setting(
+        (),
+        "an option that the method has of its own, as dkm methods NAME shows; may be repeated",
+        _CLUSTERING,
+        word="NAME=VALUE",
+    )
 
     classes: int | None = _setting(
         None, "how many outputs the model has; without: one for each class of the data", _DATA, least=1
@@ -231,7 +237,7 @@ def make(*layers: dict[str, Any]) -> Settings:
 
 def clustering_options(settings: Settings, steps: int) -> dict[str, Any]:
     """What `compress_` takes besides the plan and the method, for a training of so many optimizer steps."""
-    return dict(
+    return _method_options(settings) | dict(
         steps=max(1, steps),
         tau=temperature.parse(settings.tau),
         eps=settings.eps,
@@ -239,6 +245,26 @@ def clustering_options(settings: Settings, steps: int) -> dict[str, Any]:
         gradient=settings.gradient,
         seed=settings.seed,
     )
+
+
+def _method_options(settings: Settings) -> dict[str, Any]:
+    """The options of the method by name, as numbers where they are some; Problem where one has a flag of its own."""
+    options: dict[str, Any] = {}
+    for text in settings.method_option:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name.isidentifier():
+            raise Problem(f"--method-option is NAME=VALUE, such as p=0.2, and not '{text}'")
+        if name in (*FIELDS, "steps"):
+            instead = "the run knows the steps" if name == "steps" else f"give {flag(name)}"
+            raise Problem(f"--method-option is for options without a flag, and not for {name}: {instead}")
+        if name in options:
+            raise Problem(f"--method-option gives {name} twice: leave one out")
+        options[name] = value.strip()
+        for number in (float, int):  # an integer is both
+            with contextlib.suppress(ValueError):
+                options[name] = number(value)
+    return options
 
 
 def _check_training(settings: Settings) -> None:

@@ -15,7 +15,7 @@ from ..formats.dkm_file import load, read_tensors
 from ..foundation.errors import ExportError
 from ..foundation.staging import bytes_of, staged
 from ..modelling.dtensors import is_sharded
-from ..modelling.parameters import parameters, unwrapped
+from ..modelling.parameters import clusterings, parameters, unwrapped
 from .target import Job, Report, Row, Target, named
 
 Example = Tensor | Iterable[Tensor] | Mapping[str, Tensor]
@@ -89,6 +89,8 @@ def _job(
         inner = unwrapped(source)
         if any(is_sharded(owned.tensor) for owned in parameters(inner)):
             raise ExportError("fully_shard has split this model: dkm.save it, and export the file")
+        for clustered in clusterings(inner):
+            clustered.check_given()
         tensors = tuple(describe(inner))
         plain = snap_(copy.deepcopy(inner)) if target.needs_model else None
     elif isinstance(source, str | os.PathLike):

@@ -72,14 +72,15 @@ def _each(
 def _codes(clustered: Clustered, weight: Tensor) -> Codes:
     C, codes = clustered.codes(weight)
     spec = clustered.spec
-    return Codes(spec.bits, spec.dim, clustered.shift, pack(codes, spec.bits), C, spec.group, clustered.stored_scales())
+    scales = clustered.stored_scales(weight)
+    return Codes(spec.bits, spec.dim, clustered.shift, pack(codes, spec.bits), C, spec.group, scales)
 
 
 def _check_finite(name: str, weight: Tensor, clustered: Clustered | None) -> None:
     finite = bool(weight.isfinite().all())
     if finite and clustered is not None:
         C = clustered.C.to(FLOAT8 if clustered.spec.float8 else stored_dtype(weight.dtype))
-        scales = clustered.stored_scales()
+        scales = clustered.stored_scales(weight)
         finite = all_finite(C, scales, clustered.shift, weight.dtype)
         if scales is not None and finite and not bool((scales > 0).all()):
             raise FileError(f"{name} has scales that are zero or negative in {scales.dtype}; nothing was written")

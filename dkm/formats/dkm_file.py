@@ -54,6 +54,8 @@ def save(
     if not target.name:
         raise FileError(f"cannot write {target}: it names a folder; add a file name")
     entropy.check_coding(coding)
+    for clustered in clusterings(model):
+        clustered.check_given()
     mesh = reshard(model)
     data = encode(model, dtype, coding)
     return on_first(mesh, lambda: [_write(target, data)], 1)[0]

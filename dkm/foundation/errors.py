@@ -9,6 +9,10 @@ class PlanError(DKMError, ValueError):
     """The text of a plan cannot be understood, or does not fit the model."""
 
 
+class NeedError(DKMError, RuntimeError):
+    """A method has not got what it needs besides the weight, such as a term of the loss or a few batches."""
+
+
 class FileError(DKMError, ValueError):
     """A .dkm file cannot be written or read."""
 

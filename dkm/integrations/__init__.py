@@ -21,6 +21,9 @@ from ..modelling.parameters import clusterings
 from ..plans.rows import Plan
 from ..training.batchnorm import recalibrate_
 from ..training.monitor import monitor
+from ..training.needs import calibrate_, method_loss, needs
+
+CALIBRATION = 8  # batches, for methods that need any
 
 
 class Compression:
@@ -55,8 +58,13 @@ class Compression:
             compress_(model, self.plan, **{"steps": 1, **self.options})
             self.clusterings = clusterings(model)
 
-    def begin(self, model: nn.Module, steps: int | float) -> None:
-        """Training starts, for this many optimizer steps."""
+    def begin(self, model: nn.Module, steps: int | float, batches: Iterable[Any] | None) -> None:
+        """Training starts, for this many optimizer steps, on these batches; of a checkpoint, it goes on."""
+        if needs(model, "batches"):
+            if batches is None:
+                raise ValueError("the method needs training data, and the trainer has none")
+            calibrate_(model, islice(batches, CALIBRATION))
+        self.adds_to_the_loss = needs(model, "loss")
         self.monitor = monitor(model, every=1)
         for clustered in clusterings(model):
             clustered.train()  # a trainer may leave a model in evaluation mode, where weights are snapped for good
@@ -70,6 +78,15 @@ class Compression:
             )
         for clustered in annealed:
             clustered.set_steps(int(steps))
+
+    def before_step(self, model: nn.Module) -> None:
+        """The gradient is there, and the optimizer is about to make its step: add what the method adds to the loss.
+
+        Here and not in the loss of a batch, so that it counts once for a step of several batches.
+        """
+        if self.adds_to_the_loss:
+            with torch.enable_grad():
+                method_loss(model).backward()
 
     def figures(self, step: int) -> dict[str, float]:
         """All tensors in a few numbers, for the trainer's log: see `monitor`."""

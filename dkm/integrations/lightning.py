@@ -42,8 +42,13 @@ class DKMCallback(Callback):
             self.compression.compress(self._part(pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.compression.begin(self._part(pl_module), trainer.estimated_stepping_batches)
+        self.compression.begin(self._part(pl_module), trainer.estimated_stepping_batches, trainer.train_dataloader)
         self.logged = trainer.global_step
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.compression.before_step(self._part(pl_module))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step

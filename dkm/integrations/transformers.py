@@ -58,7 +58,13 @@ class DKMCallback(TrainerCallback):
         _declare_ties(model)
 
     def on_train_begin(  # type: ignore[override]
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        train_dataloader: Any = None,
+        **kwargs: Any,
     ) -> None:
         # Another model than at the beginning (`model_init` makes one for each training), or never called before
         # (`add_callback`): early enough, but for a checkpoint and for parameters that the optimizer has to know.
@@ -71,7 +77,12 @@ class DKMCallback(TrainerCallback):
                 )
             self.compression.compress(model)
         _declare_ties(model)
-        self.compression.begin(model, state.max_steps)
+        self.compression.begin(model, state.max_steps, train_dataloader)
+
+    def on_pre_optimizer_step(  # type: ignore[override]
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+    ) -> None:
+        self.compression.before_step(model)
 
     def on_log(
         self,

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..clustering.assign import assign, assign_groups
@@ -22,6 +22,7 @@ from ..clustering.initialize import init_centroids
 from ..clustering.initialize_groups import init_group_centroids
 from ..clustering.options import LoopOptions, StartOptions
 from ..clustering.precision import (
+    MAX_BITS,
     PLAIN_EXPONENTS,
     check_weight,
     exponent_of,
@@ -33,6 +34,7 @@ from ..clustering.vectors import to_vectors
 from .checksum import checksum
 from .clock import Clock, in_backward
 from .dtensors import is_sharded, whole
+from .needs import Needs
 from .snapped import Memory, StraightThrough, guarded
 
 ALL = slice(None)
@@ -49,7 +51,7 @@ class Moment(NamedTuple):
     clock: Tensor  # () int64: the count of the model's clock
 
 
-class Clustered(nn.Module, ABC):
+class Clustered(Needs, ABC):
     """The abstract base of a clustered weight: its clustering in training, its nearest centroids in evaluation.
 
     In training mode, reading the weight gives what the method's `cluster` computes from it, with gradient.  In
@@ -84,8 +86,10 @@ class Clustered(nn.Module, ABC):
     """
 
     Options: ClassVar[type[StartOptions]] = StartOptions
-    method: ClassVar[str] = ""  # the name that it is registered under
+    paper: ClassVar[str] = ""  # author and year
     clusters_groups: ClassVar[bool] = False  # whether `cluster` knows groups
+    only_scalars: ClassVar[bool] = False  # whether vectors have one weight
+    most_bits: ClassVar[int] = MAX_BITS
 
     C: Tensor
     start: Tensor
@@ -117,10 +121,8 @@ class Clustered(nn.Module, ABC):
             raise ValueError(
                 f"{self.spec.label} has far more centroids than {weight.numel()} weights have values: {advice}"
             )
-        if group is not None and not self.clusters_groups:
-            raise ValueError(
-                f'method="{self.method}" has one codebook per tensor: leave out "per {group}", or use method="dkm"'
-            )
+        if cannot := self.cannot(self.spec):
+            raise ValueError(f'method="{self.method}" {cannot}, got {self.spec.label}')
         self.bits, self.dim, self.shape = bits, dim, weight.shape
         self.grouping = self.spec.grouping(weight.shape)
         exponent = exponent_of(weight)
@@ -133,6 +135,7 @@ class Clustered(nn.Module, ABC):
         self.register_buffer("seen", checksum(weight))
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=weight.device))
         self.register_buffer("unit", unit)
+        self.begin_needs(weight.device)
         self.clock = Clock()  # of its own, unless it becomes a part of a model
         self.memory = Memory()
         self.iterations = torch.zeros_like(self.step)  # no buffer: nothing to save, nothing to send to other ranks
@@ -186,10 +189,23 @@ class Clustered(nn.Module, ABC):
             state_dict[key] = torch.zeros((), dtype=torch.int32)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.clock.loaded(self.step, load=args[-1])
+        self.needs_loaded()
         if not self.exponent.is_meta:
             self.adapt_to_scale(int(self.exponent))
 
     # --- what a method decides
+
+    @classmethod
+    def cannot(cls, spec: Spec) -> str:
+        """What the method has against a spec, and what to write instead; "" if nothing."""
+        if spec.group is not None and not cls.clusters_groups:
+            return f'has one codebook per tensor: leave out "per {spec.group}", or use method="dkm"'
+        if spec.dim > 1 and cls.only_scalars:
+            return f"clusters single weights: give dim 1, as in {min(spec.bits, cls.most_bits)}/1"
+        if spec.bits > cls.most_bits:
+            bits = f"{cls.most_bits} bit{'s' * (cls.most_bits > 1)}"
+            return f'has {bits} per weight at most: name the tensor with {cls.most_bits} or "keep"'
+        return ""
 
     @abstractmethod
     def cluster(self, weight: Tensor, start: Tensor, step: Tensor) -> Clustering:
@@ -232,6 +248,10 @@ class Clustered(nn.Module, ABC):
 
     def forward(self, weight: Tensor) -> Tensor:
         """What the module computes with: W~ in training, the snapped weight otherwise."""
+        if self.needs:
+            if self.dense:
+                return weight
+            self.check_needs(weight)
         if not (self.training and weight.requires_grad):
             if weight.requires_grad and torch.is_grad_enabled():
                 return StraightThrough.apply(weight, self.snapped(weight))
@@ -296,7 +316,7 @@ class Clustered(nn.Module, ABC):
         """Centroids of a weight of this dtype in the precision of the file."""
         return stored_centroids(C, dtype, self.spec.float8)
 
-    def stored_scales(self) -> Tensor | None:
+    def stored_scales(self, weight: Tensor) -> Tensor | None:
         """The scales of the rows as the file holds them, in 16 bits; None where there are none."""
         return None if self.scales is None else self.scales.half()
 
@@ -304,8 +324,10 @@ class Clustered(nn.Module, ABC):
     def snapped(self, weight: Tensor) -> Tensor:
         """The weight with every vector replaced by its nearest centroid, and by NaN where the weight is not finite."""
         weight, (C, codes) = whole(weight), self.codes(weight)
-        values = coded_values(codes, self.marked(weight), C.to(self.C.dtype), self.grouping)
-        return self.stands_for(values.view(weight.shape), weight.dtype)
+        values = coded_values(codes, self.marked(weight), C.to(self.C.dtype), self.grouping).view(weight.shape)
+        scales = self.stored_scales(weight)
+        beside = None if scales is None else scales.view(-1, *(1,) * (weight.ndim - 1))
+        return products(values, beside, self.shift, weight.dtype)
 
     # The parts of `snapped`, for a shard too: `rows` and `groups` say which ones of the whole weight it has.
 

@@ -19,6 +19,7 @@ from small_bert import WORDS, make_bert
 
 from dkm.app import cli, settings, tasks
 from dkm.app.own_code import load_function
+from dkm.app.run import compression
 from dkm.app.run_folder import RunFolder
 from dkm.formats.contents import describe
 from dkm.modelling.methods import METHODS
@@ -220,6 +221,32 @@ def test_the_file_of_the_model_may_register_a_method(place: Path):
     assert json.loads(Path("run/result.json").read_text())["finished"]
 
 
+def test_an_option_of_the_method_reaches_it(place: Path, monkeypatch):
+    seen = []
+    original = compression.compress_
+    monkeypatch.setattr(
+        compression, "compress_", lambda *args, **options: seen.append(options) or original(*args, **options)
+    )
+    words = ("--method-option", "p=0.25", "--method-option", "last=1", "--method-option", "init=random")
+    call("compress", *flags(method="quant_noise"), *words)
+    assert (seen[0]["p"], seen[0]["last"], seen[0]["init"]) == (0.25, 1, "random")
+    assert "--method-option p=0.25" in json.loads(Path("run/result.json").read_text())["command"]
+
+
+@pytest.mark.parametrize("method", ["atb", "soft-sharing"])
+def test_a_method_gets_what_it_needs(place: Path, method: str):
+    call("compress", *flags(method=method))
+    assert json.loads(Path("run/result.json").read_text())["finished"]
+
+
+def test_a_method_that_cannot_have_what_it_needs(place: Path, capsys):
+    text = Path("network.py").read_text().replace("nn.Conv2d(3, 8, 3)", "nn.ConvTranspose2d(3, 8, 3)")
+    Path("transposed.py").write_text(text)
+    call("compress", *flags(model="transposed.py:network", method="atb", weights="none"), code=2)
+    assert 'dkm: method="atb" knows what linear layers' in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
 def test_a_run_is_not_overwritten(place: Path, capsys):
     call("compress", *flags())
     before = snapshot(place)
@@ -263,6 +290,26 @@ def test_inspect(place: Path, capsys):
     capsys.readouterr()
     call("inspect", "run/model.dkm")
     assert capsys.readouterr().out.strip() == describe("run/model.dkm", 80)
+
+
+def test_methods(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["methods"])
+    assert end.value.code == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    table = rows[: rows.index([])]
+    assert [row[0] for row in table if row[0] in METHODS] == list(METHODS)
+    (bwn,) = (row for row in rows if row and row[0] == "bwn")
+    assert bwn[1:6] == ["Rastegari", "2016", "1", "1", "-"]
+    with pytest.raises(SystemExit):
+        cli.main(["methods", "quant_noise"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("quant_noise, Fan 2021\n\nA random fraction of the vectors is snapped")
+    assert "p_end    1.0" in shown
+    with pytest.raises(SystemExit) as end:
+        cli.main(["methods", "quantnoise"])
+    assert end.value.code == 2
+    assert "there is no method 'quantnoise': did you mean quant_noise?" in capsys.readouterr().err
 
 
 def test_report_is_written_again(place: Path, capsys):

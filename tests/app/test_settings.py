@@ -20,6 +20,8 @@ OTHERS = dict(
     classes=7,
     autocast="bf16",
     tau="geometric:2:0.1",
+    method="gumbel",
+    method_option=("init=random",),
     out="päth",
 )
 
@@ -92,7 +94,13 @@ def test_hostile_config_files(tmp_path: Path, name: str, text: str, sentence: st
         ({"schedule": "step"}, "--schedule must be one of cosine, linear, constant, and not 'step'"),
         ({"batch-size": 0}, "--batch-size must be at least 1, and not 0"),
         ({"warmup": 1.5}, "--warmup is a share, from 0 to 1"),
-        ({"method": "dkn"}, "method must be one of dkm, hard, gumbel, dc, quant_noise, got 'dkn'; did you mean 'dkm'?"),
+        ({"method": "dkn"}, "got 'dkn'; did you mean 'dkm'?"),
+        ({"method": "dc", "method-option": "gradient_scale"}, "is NAME=VALUE, such as p=0.2, and not 'gradient_scale'"),
+        ({"method": "dc", "method-option": "gradient-scale=max"}, "gradient_scale must be one of mean, sum, got 'max'"),
+        ({"method": "quant_noise", "method-option": ["p=0.2", "p=0.3"]}, "--method-option gives p twice"),
+        ({"method": "quant_noise", "method-option": "eps=1"}, "is for options without a flag, and not for eps: give"),
+        ({"method": "hard", "method-option": "steps=1"}, "and not for steps: the run knows the steps"),
+        ({"method": "hard", "method-option": "p=0.2"}, 'method="hard" takes no p'),
         ({"tau": "warm"}, "tau must be auto, learn, a positive number"),
         ({"tau": "geometric:2"}, "tau must be auto, learn, a positive number"),
         ({"gradient": "some"}, "--gradient must be one of unrolled, last, implicit, and not 'some'"),

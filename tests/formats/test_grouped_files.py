@@ -150,7 +150,7 @@ def compressed() -> tuple[nn.Module, Described]:
     dkm.compress_(model, "0.weight:2/2", tau=1.0)
     known = tensor("0.weight", (5, 6), spec)
     clustered = model[0].parametrizations.weight[0]
-    clustered.spec, clustered.stored_scales = spec, lambda: known.content.scales
+    clustered.spec, clustered.stored_scales = spec, lambda weight: known.content.scales
     clustered.codes = lambda weight: (known.content.centroids, known.content.codes(0, known.grouping.codes))
     return model, known
 
@@ -178,7 +178,7 @@ def test_save_refuses_scales_that_no_reader_takes(scale, words, tmp_path):
     model, known = compressed()
     scales = known.content.scales.clone()
     scales[1] = scale
-    model[0].parametrizations.weight[0].stored_scales = lambda: scales
+    model[0].parametrizations.weight[0].stored_scales = lambda weight: scales
     with pytest.raises(dkm.FileError, match=f"0.weight .*{words}"):
         dkm.save(model, tmp_path / "model.dkm")
     assert not list(tmp_path.iterdir())

@@ -1,5 +1,7 @@
 """A weight, a gradient, a small network and the loop of the paper, for the tests of the methods."""
 
+import re
+
 import torch
 from torch import Tensor, nn
 
@@ -51,3 +53,23 @@ def network() -> nn.Sequential:
 
 
 PLAN = "0:3, 3:4/3"
+
+
+def within(method: str, plan: str) -> str:
+    """The plan with as many bits and dimensions of each tensor as the method can have."""
+    kind = METHODS[method]
+
+    def limited(found: re.Match) -> str:
+        bits, dim = min(int(found[1]), kind.most_bits), 1 if kind.only_scalars else int(found[2] or 1)
+        return f":{bits}/{dim}"
+
+    return re.sub(r":(\d+)(?:/(\d+))?", limited, plan)
+
+
+def make(method: str, weight: Tensor, **options) -> Clustered:
+    """The method on a weight, with 3 bits for 2 weights if it can."""
+    bits, dim = within(method, ":3/2").removeprefix(":").split("/")
+    clustered = METHODS[method](weight, int(bits), int(dim), steps=10, **options)
+    for need in clustered.needs:
+        clustered.give(need)
+    return clustered

@@ -1,5 +1,6 @@
 """dkm in other people's training loops: what is logged, what is written, and that a checkpoint resumes exactly."""
 
+import functools
 import importlib
 import math
 import shutil
@@ -23,6 +24,7 @@ import dkm
 from dkm import Clustered
 from dkm.integrations.lightning import DKMCallback as LightningCallback
 from dkm.integrations.transformers import DKMCallback as TransformersCallback
+from dkm.modelling.parameters import clustered_parameters
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -111,6 +113,36 @@ class TestTransformers:
         resumed.train(resume_from_checkpoint=True)
         assert resumed.state.global_step == 6
         assert (tmp_path / "resumed" / "model.dkm").read_bytes() == (tmp_path / "whole" / "model.dkm").read_bytes()
+
+    @pytest.mark.parametrize("method", ["atb", "soft-sharing"])
+    def test_methods_get_what_they_need(self, method: str, tmp_path: Path):
+        callback = functools.partial(TransformersCallback, "xform:3/2", method=method)
+        self.trainer(self.bert, tmp_path / "whole", [callback()]).train()
+        shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
+        self.trainer(self.bert, tmp_path / "resumed", [callback()]).train(resume_from_checkpoint=True)
+        assert (tmp_path / "resumed" / "model.dkm").read_bytes() == (tmp_path / "whole" / "model.dkm").read_bytes()
+
+    def test_a_term_of_the_loss_counts_once_for_a_step_of_several_batches(self, tmp_path: Path):
+        """The optimizer gets the gradient of the term, once; that of the data is nothing to so strong a term."""
+        trainer = self.trainer(
+            self.bert,
+            tmp_path,
+            [TransformersCallback("xform:3/2", method="soft-sharing", first=1, strength=1e12)],
+            max_steps=1,
+            max_grad_norm=0,
+        )
+        model, got, wanted = trainer.model, {}, {}
+
+        def watch(optimizer: torch.optim.Optimizer, *args) -> None:
+            weights = {owned.name: owned.tensor for owned, _ in clustered_parameters(model)}
+            got.update({name: weight.grad.clone() for name, weight in weights.items()})
+            wanted.update(zip(weights, torch.autograd.grad(dkm.method_loss(model), weights.values()), strict=True))
+
+        trainer.create_optimizer()
+        trainer.optimizer.register_step_pre_hook(watch)
+        trainer.train()
+        for name, gradient in got.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-2, atol=float(wanted[name].abs().max()) * 1e-3)
 
     def test_the_file_is_of_the_best_model(self, tmp_path: Path):
         scores = iter([1.0, 3.0, 2.0])
@@ -218,6 +250,16 @@ class TestLightning:
     def test_resumes_exactly(self, tmp_path: Path):
         def fit(out: Path, ckpt_path: Path | None = None) -> bytes:
             callback = LightningCallback("4:3/2", module="model")
+            self.trainer(out, callback).fit(self.Module(), self.loader(), ckpt_path=ckpt_path)
+            return (out / "model.dkm").read_bytes()
+
+        whole = fit(tmp_path / "whole")
+        assert fit(tmp_path / "resumed", tmp_path / "whole" / "epoch=0.ckpt") == whole
+
+    @pytest.mark.parametrize("method", ["atb", "soft-sharing"])
+    def test_methods_get_what_they_need(self, method: str, tmp_path: Path):
+        def fit(out: Path, ckpt_path: Path | None = None) -> bytes:
+            callback = LightningCallback("0:3/3, 4:3/2", module="model", method=method)
             self.trainer(out, callback).fit(self.Module(), self.loader(), ckpt_path=ckpt_path)
             return (out / "model.dkm").read_bytes()
 

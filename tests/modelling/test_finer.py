@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from group_cases import literal
+from method_helpers import within
 from torch import nn
 
 import dkm
@@ -48,7 +49,7 @@ def train(model, steps, optimizer=None):
     x = torch.randn(8, 40).to(dtype)
     for _ in range(steps):
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        (model(x).square().mean() + dkm.method_loss(model)).backward()
         optimizer.step()
     return optimizer
 
@@ -215,8 +216,8 @@ class TestMethods:
     @pytest.mark.parametrize("method", METHODS)
     def test_every_method_takes_scales(self, method, tmp_path):
         model = build()
-        options = {} if method not in ("dkm", "gumbel") else {"steps": 4}
-        dkm.compress_(model, "0:2 scaled, 2:3/2 scaled e4m3", method=method, **options)
+        dkm.compress_(model, within(method, "0:2 scaled, 2:3/2 scaled e4m3"), method=method, steps=4)
+        dkm.calibrate_(model, [torch.randn(64, model[0].in_features)])
         train(model, 2)
         assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
         model.eval()
@@ -228,7 +229,7 @@ class TestMethods:
     def test_others_have_one_codebook_per_tensor(self, method):
         model, before = build(), build().state_dict()
         with pytest.raises(ValueError, match=f'method="{method}" has one codebook per tensor: leave out "per row"'):
-            dkm.compress_(model, "0:2 per row", method=method, **({"steps": 4} if method == "gumbel" else {}))
+            dkm.compress_(model, "0:2 per row", method=method, steps=4)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
     def test_absurd_groups(self):

@@ -2,7 +2,7 @@
 
 # isort: off
 from .application import app
-from . import compress, sweep, evaluate, plan, inspect, export, run, report, compare, recipes, demo, completion
+from . import compress, sweep, evaluate, plan, inspect, export, run, report, compare, recipes, methods, demo, completion
 
 __all__ = [
     "app",
@@ -13,6 +13,7 @@ __all__ = [
     "evaluate",
     "export",
     "inspect",
+    "methods",
     "plan",
     "recipes",
     "report",

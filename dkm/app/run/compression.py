@@ -30,7 +30,7 @@ from ..run_folder import Beginning, Checkpoint, PlanFile, Result, RunFolder, pla
 from ..settings import Settings, as_command, clustering_options
 from ..tasks import LanguageTask
 from .choosing import choose_plan
-from .evaluation import evaluate
+from .evaluation import calibrate, evaluate
 from .listener import Listener
 from .sampling import write_texts
 from .stage import open_stage
@@ -158,6 +158,8 @@ class _Run:
         uncompressed = teacher(model) if settings.teacher == "self" else None
         with as_problems(), self.stage.stop_requested.at_once():
             compress_(model, self.plan, method=settings.method, **clustering_options(settings, self.steps))
+        if checkpoint is None:
+            calibrate(self.stage, model)
         sizes = self._sizes()
         self.listener.planned(self.plan, sum(sizes.values()))
         if self.is_main_process:

@@ -13,6 +13,7 @@ from ...clustering.vectors import to_vectors
 from ...modelling.clustered import Clustered
 from ...modelling.parameters import clusterings, parameters
 from ...training.batchnorm import recalibrate_
+from ...training.needs import calibrate_, needs
 from ..errors import Problem
 from ..measures import Score
 from ..own_code import problem_in_own_code
@@ -22,6 +23,7 @@ from .stage import Stage
 from .stopping import Stopped
 
 BINS = 60  # of a histogram
+CALIBRATION = 512  # examples, for methods that need any
 
 
 @torch.no_grad()
@@ -115,15 +117,25 @@ def _evaluate_recalibrated(stage: Stage, model: nn.Module, statistics: "_BatchNo
 
 def recalibrate(stage: Stage, model: nn.Module) -> None:
     """Re-estimate the batch-norm statistics of the model, with the weights that it computes with."""
+    with parametrize.cached(), stage.accelerator.autocast():
+        # The sample is augmented: on the very images that the model has learned by heart, its activations differ from
+        # those on other images.
+        recalibrate_(model, stage.sample(stage.settings.recalibrate), forward=_forward(stage))
 
+
+def calibrate(stage: Stage, model: nn.Module) -> None:
+    """Show the method a few batches of training data, where it needs any."""
+    if needs(model, "batches"):
+        with stage.accelerator.autocast():
+            calibrate_(model, stage.sample(CALIBRATION), forward=_forward(stage))
+
+
+def _forward(stage: Stage) -> Callable[[nn.Module, Any], None]:
     def forward(model: nn.Module, batch: Any) -> None:
         args, kwargs, _ = stage.task.split(batch)
         model(*args, **kwargs)
 
-    with parametrize.cached(), stage.accelerator.autocast():
-        # The sample is augmented: on the very images that the model has learned by heart, its activations differ from
-        # those on other images.
-        recalibrate_(model, stage.sample(stage.settings.recalibrate), forward=forward)
+    return forward
 
 
 @torch.no_grad()

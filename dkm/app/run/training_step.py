@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...training.capture import capture
+from ...training.needs import method_loss, needs
 from ..tasks.task import Compared
 from .listener import Listener
 from .optimizer import learning_rate, make_optimizer, set_learning_rate
@@ -26,6 +27,7 @@ class TrainingStep:
         self.stage, self.settings, self.accelerator = stage, settings, stage.accelerator
         self.model, self.teacher, self.listener = model, teacher, listener
         self.highest_lr = stage.task.learning_rate(settings.optimizer) if settings.lr is None else settings.lr
+        self.adds_to_the_loss = needs(model, "loss")
         optimizer = make_optimizer(settings, model, self.highest_lr)
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.compute: Callable[..., Tensor] = self._compute
@@ -85,6 +87,8 @@ class TrainingStep:
     ) -> Tensor:
         """The loss, its gradient, and the step of the optimizer; returns the loss."""
         loss = self._loss(x, labels, other, share)
+        if self.adds_to_the_loss:
+            loss = loss + method_loss(self.model)
         self.accelerator.backward(loss)
         if self.settings.clip is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)

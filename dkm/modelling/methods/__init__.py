@@ -5,21 +5,31 @@
     gumbel        attention drawn from a Gumbel-softmax
     dc            Deep Compression: k-means once, then only the centroids train
     quant_noise   Quant-Noise: a random part of the vectors is snapped at each step
+    bwn           binary weight networks: the sign of each weight, and a scale
+    abc-net       ABC-Net: a sum of several binary bases
+    ewgs          a uniform quantiser with element-wise gradient scaling
+    atb           And the Bit Goes Down: k-means that keeps what a layer computes
+    soft-sharing  a mixture of Gaussians as a prior of the weights, in the loss
 
 Importing this package registers them.
 """
 
-from . import dkm, hard, gumbel, deep_compression, quant_noise  # isort: skip  # in the order of the table above
+from . import dkm, hard, gumbel, deep_compression, quant_noise, bwn, abc_net, ewgs, atb, soft_sharing  # isort: skip  # in the order of the table above
 from .registry import METHODS, named, option_names, register
 
 __all__ = [
     "METHODS",
+    "abc_net",
+    "atb",
+    "bwn",
     "deep_compression",
     "dkm",
+    "ewgs",
     "gumbel",
     "hard",
     "named",
     "option_names",
     "quant_noise",
     "register",
+    "soft_sharing",
 ]

@@ -1,6 +1,7 @@
 """Deep Compression (Han et al., 2016): k-means once, then only the centroids train."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -9,9 +10,19 @@ from torch import Tensor
 from ...clustering.assign import assign
 from ...clustering.cluster import Clustering
 from ...clustering.initialize import lloyd_1d, sorted_values
+from ...clustering.options import StartOptions, option
 from ...clustering.vectors import compute_dtype, from_vectors, to_vectors
 from ..clustered import Clustered, squared_error
 from .registry import register
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepCompressionOptions(StartOptions):
+    """What Deep Compression takes."""
+
+    gradient_scale: str = option(
+        "mean", "each weight gets its cluster's mean gradient, or the sum, as in the paper", choices=("mean", "sum")
+    )
 
 
 @register("dc")
@@ -20,13 +31,20 @@ class DeepCompression(Clustered):
 
         c_j = the mean of the weights of cluster j;  W~ = c[cluster]
 
-    A weight's gradient is the sum of its cluster's: all of them take the same step, and c_j the step that an
-    optimizer would make with the gradient of c_j.  For dim 1 k-means starts from centroids evenly between the least
-    and the greatest weight, as in the paper; for more dimensions from k-means++.
+    A weight's gradient is the mean of its cluster's.  So a step of SGD is the step on W~ itself, projected to the
+    weights that share values, and a learning rate that suits the model suits its clusters, however large they are.
+    With `gradient_scale="sum"` it is the sum: all weights of a cluster take the same step, and c_j the step that an
+    optimizer would make with the gradient of c_j, which for SGD grows with the cluster.
+
+    For dim 1 k-means starts from centroids evenly between the least and the greatest weight, as in the paper; for more
+    dimensions from k-means++.
 
     One more buffer: `cluster_of`, (n,) uint8, or int16 above 8 bits.
     """
 
+    Options: ClassVar[type[StartOptions]] = DeepCompressionOptions
+    paper: ClassVar[str] = "Han 2016"
+    options: DeepCompressionOptions
     cluster_of: Tensor
 
     def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):
@@ -48,7 +66,8 @@ class DeepCompression(Clustered):
     def cluster(self, weight: Tensor, start: Tensor, step: Tensor) -> Clustering:
         """W~ = c[cluster].  Changes nothing."""
         sums, C = self.centroids(weight)
-        moving = C.detach() + (sums - sums.detach())  # the value of a mean, the gradient of a sum
+        # the value of a mean, with the gradient of a sum where the options say so
+        moving = C if self.options.gradient_scale == "mean" else C.detach() + (sums - sums.detach())
         W_tilde = from_vectors(moving[self.cluster_of.long()].to(weight.dtype), weight.shape)
         return Clustering(W_tilde, C.detach(), torch.zeros_like(self.step))
 

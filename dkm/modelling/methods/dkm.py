@@ -17,7 +17,9 @@ from .registry import register
 
 @register("dkm")
 class DKMClustered(Tempered):
-    """The paper's method; see `dkm.cluster` for the loop.
+    """Attention to the centroids, with gradient through every iteration: the paper's method.
+
+    See `dkm.cluster` for the loop.
 
     On a GPU a whole step of it (the checksum, the temperature, the clustering, the new state) is one launch: a network
     has many weights, and as operations of PyTorch they would take longer than the network itself.
@@ -25,6 +27,7 @@ class DKMClustered(Tempered):
 
     Options: ClassVar[type[StartOptions]] = DKMOptions
     clusters_groups: ClassVar[bool] = True
+    paper: ClassVar[str] = "Cho 2022"
     options: DKMOptions
     loop: DKMOptions
 

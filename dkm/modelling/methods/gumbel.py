@@ -36,6 +36,7 @@ class Gumbel(ByVectors, Tempered):
     """
 
     Options: ClassVar[type[StartOptions]] = GumbelOptions
+    paper: ClassVar[str] = "Cho 2022"
     options: GumbelOptions
     loop: GumbelOptions
     key: Tensor

@@ -28,6 +28,7 @@ class Hard(ByVectors):
     """
 
     Options: ClassVar[type[StartOptions]] = HardOptions
+    paper: ClassVar[str] = "Cho 2022"
     options: HardOptions
     loop: HardOptions
 

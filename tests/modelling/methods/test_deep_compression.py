@@ -5,6 +5,7 @@ import torch
 from method_helpers import CONFIGURATIONS, backward, close, make_gradient, make_weight
 from torch import nn
 
+import dkm
 from dkm.clustering.vectors import from_vectors, to_vectors
 from dkm.modelling.methods.deep_compression import DeepCompression
 
@@ -17,9 +18,9 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(("bits", "dim"), CONFIGURATIONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_dc_trains_as_if_the_centroids_were_the_parameters(bits: int, dim: int, optimizer: str):
+def test_dc_by_the_sum_trains_as_if_the_centroids_were_the_parameters(bits: int, dim: int, optimizer: str):
     weight = make_weight()
-    dc = DeepCompression(weight, bits, dim)
+    dc = DeepCompression(weight, bits, dim, gradient_scale="sum")
     C, codes = nn.Parameter(dc.C.clone()), dc.cluster_of.long()
     ours, theirs = (OPTIMIZERS[optimizer]([parameter]) for parameter in (weight, C))
     target = make_gradient(weight)
@@ -34,12 +35,31 @@ def test_dc_trains_as_if_the_centroids_were_the_parameters(bits: int, dim: int, 
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
-def test_dc_gives_each_weight_the_sum_of_the_gradients_of_its_cluster(dim: int):
+def test_dc_by_the_sum_gives_each_weight_the_sum_of_the_gradients_of_its_cluster(dim: int):
     weight = make_weight()
-    dc = DeepCompression(weight, 2, dim)
+    dc = DeepCompression(weight, 2, dim, gradient_scale="sum")
     C = dc.C.clone().requires_grad_()
     wanted = torch.autograd.grad(from_vectors(C[dc.cluster_of.long()], weight.shape), C, make_gradient(weight))[0]
     close(backward(dc(weight), weight), from_vectors(wanted[dc.cluster_of.long()], weight.shape))
+
+
+@pytest.mark.parametrize(("bits", "dim"), [(2, 1), (2, 5)])
+def test_a_step_of_sgd_moves_dc_along_the_projection_of_the_gradient(bits: int, dim: int):
+    """Of all tensors whose clusters share a value, W~ - lr P G is the nearest to W~ - lr G: what least squares say."""
+    weight = make_weight()
+    dc = DeepCompression(weight, bits, dim)
+    before, G = dc(weight).detach(), make_gradient(weight)
+    members = torch.eye(2**bits, dtype=torch.float64)[dc.cluster_of.long()]  # (n, k)
+    free = torch.linalg.lstsq(members, to_vectors(before - 0.1 * G, dim), driver="gelsd").solution
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    dc(weight).backward(G)
+    optimizer.step()
+    close(dc(weight).detach(), from_vectors(members @ free, weight.shape))
+
+
+def test_an_unknown_gradient():
+    with pytest.raises(ValueError, match="gradient_scale must be one of mean, sum, got 'median'"):
+        dkm.compress_(nn.Linear(200, 100), "all:2", method="dc", gradient_scale="median")
 
 
 def test_dc_starts_from_the_k_means_of_evenly_spaced_centroids():

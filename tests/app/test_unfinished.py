@@ -31,7 +31,7 @@ def test_the_expected_size_is_that_of_the_file(place: Path, capsys):
     assert result["file"] == plan["beginning"]["file"]
     assert sum(result["file"].values()) == result["bytes_file"] == size
     assert f"the file will take {size_text(size)}, {result['ratio']:.1f}x smaller" in printed
-    assert "the file saves space on disk" in " ".join(printed.split())
+    assert "loaded with packed=True, those that are clustered take as little" in " ".join(printed.split())
 
     for name in ("result.json", "model.dkm"):
         Path("run", name).unlink()

@@ -83,6 +83,7 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         result = _child(*map(int, sys.argv[1:]))
         if os.environ["RANK"] == "0":
-            print(json.dumps(result))
+            print(json.dumps(result), flush=True)
+        os._exit(0)  # the threads of gloo are sometimes still there when Python ends, and abort the process
     else:
         print(main("--quick" in sys.argv[1:]))

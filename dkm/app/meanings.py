@@ -24,6 +24,8 @@ MEANINGS: dict[str, dict[str, str]] = {
         "ewgs": "evenly spaced values on a learned range",
         "atb": "like dc, with the clusters that keep the outputs of the layers",
         "soft-sharing": "a term of the loss draws the weights into clusters",
+        "rps": "like soft-sharing, with the objective of k-means",
+        "profit": "evenly spaced values, fewer by and by, and layers frozen one by one",
     },
     "tau": {
         "auto": "falls during the training, from 2 to 0.1 units; nothing to tune",

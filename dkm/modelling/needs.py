@@ -4,6 +4,7 @@ A class says so in `needs`.  The training calls the functions of `training/needs
 `Needs` below.  What was not given is an error, in the first step that could have done something with it.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -83,6 +84,10 @@ class Needs(nn.Module):
     def calibrate(self, weight: Tensor, name: str) -> None:
         """All batches have come."""
         raise NotImplementedError
+
+    @classmethod
+    def compare(cls, clusterings: Sequence[Any]) -> None:
+        """All tensors of the model with this method have been calibrated.  Most methods look at each one alone."""
 
     def loss_term(self, weight: Tensor) -> Tensor:
         """`()`: what this weight adds to the loss, with gradient."""

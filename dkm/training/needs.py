@@ -72,6 +72,8 @@ def calibrate_(
     for owned, clustered in targets:
         clustered.calibrate(owned.tensor, owned.name)
         clustered.give("batches")
+    for kind in {type(clustered) for _, clustered in targets}:
+        kind.compare([clustered for _, clustered in targets if type(clustered) is kind])
     return model
 
 

@@ -10,11 +10,13 @@
     ewgs          a uniform quantiser with element-wise gradient scaling
     atb           And the Bit Goes Down: k-means that keeps what a layer computes
     soft-sharing  a mixture of Gaussians as a prior of the weights, in the loss
+    rps           Deep k-Means: the objective of k-means, in the loss
+    profit        a clipped uniform quantiser, fewer bits by and by, and layers frozen one after the other
 
 Importing this package registers them.
 """
 
-from . import dkm, hard, gumbel, deep_compression, quant_noise, bwn, abc_net, ewgs, atb, soft_sharing  # isort: skip  # in the order of the table above
+from . import dkm, hard, gumbel, deep_compression, quant_noise, bwn, abc_net, ewgs, atb, soft_sharing, rps, profit  # isort: skip  # in the order of the table above
 from .registry import METHODS, named, option_names, register
 
 __all__ = [
@@ -29,7 +31,9 @@ __all__ = [
     "hard",
     "named",
     "option_names",
+    "profit",
     "quant_noise",
     "register",
+    "rps",
     "soft_sharing",
 ]

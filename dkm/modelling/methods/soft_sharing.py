@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,30 +11,23 @@ from ...clustering.assign import assign
 from ...clustering.cluster import Clustering
 from ...clustering.kernels.blocked import BLOCK
 from ...clustering.options import StartOptions, option
-from ...clustering.vectors import compute_dtype, to_vectors
-from .by_vectors import ByVectors, means
+from .by_term import ByTerm, Term, TermOptions
+from .by_vectors import means
 from .registry import register
 
 SHARPEST = 1e-6  # the least variance, of that of the first clustering
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftSharingOptions(StartOptions):
+class SoftSharingOptions(TermOptions):
     """What soft weight sharing takes."""
 
-    strength: float = option(5.0, "how strongly the prior pulls at the end of the training", least=0)
-    first: float = option(0.01, "the part of that strength with which it begins", least=1e-9)
     zero: float = option(0.0, "the fixed share of a component that stays at zero; 0: all components are free", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.zero < 1:
             raise ValueError(f"zero is a share, from 0 to less than 1, got {self.zero!r}")
-        if self.steps is None and self.first != 1:
-            raise ValueError(
-                f"the strength grows from first={self.first} of itself over the training: say how many optimizer "
-                "steps you will train, steps=<an integer of at least 1>, got steps=None; or give first=1"
-            )
 
 
 class Mixture(NamedTuple):
@@ -47,14 +40,13 @@ class Mixture(NamedTuple):
 
 
 @register("soft-sharing")
-class SoftSharing(ByVectors):
+class SoftSharing(ByTerm):
     """The network trains with its weights as they are, and a term of the loss draws these into clusters.
 
         loss + strength s^2 sum -log p(v),  p = sum_j pi_j N(c_j, s_j^2),  s^2 = the mean squared error of the mixture
 
-    The gradient of the term is about the distance of a weight to its component, times the strength: SGD takes the part
-    `lr * strength` of the way in a step, whatever the scale of the weights.  The strength grows geometrically over the
-    training, so that the weights have gathered when they are snapped.
+    The gradient of the term is about the way of a weight to its component, times the strength, which grows over the
+    training.
 
     The mixture is not trained but fitted to the weights, by a round of expectation and maximisation in each step.  Its
     variances have a Gamma prior as strong as all weights together, of mode s^2: that keeps them from zero, and within a
@@ -62,13 +54,8 @@ class SoftSharing(ByVectors):
     """
 
     Options: ClassVar[type[StartOptions]] = SoftSharingOptions
-    needs: ClassVar[tuple[str, ...]] = ("loss",)
     paper: ClassVar[str] = "Ullrich 2017"
     options: SoftSharingOptions
-
-    def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):
-        super().__init__(weight, bits, dim, **options)
-        self.steps = self.options.steps
 
     def cluster_vectors(self, V: Tensor, C: Tensor, step: Tensor) -> Clustering:
         """`(n, d)` vectors -> the same, and the means of the mixture.  Changes nothing."""
@@ -105,17 +92,11 @@ class SoftSharing(ByVectors):
             shares = torch.where(at_zero, self.options.zero, (1 - self.options.zero) * others / others.sum())
         return Mixture(C, variances, shares, variance)
 
-    def loss_term(self, weight: Tensor) -> Tensor:
-        """`()`: the negative logarithm of the prior, with gradient, in units of the variance."""
-        now = self.moment(weight)
-        with torch.autocast(weight.device.type, enabled=False):
-            V = to_vectors(self.scaled(weight), self.dim).to(compute_dtype(weight.dtype))
-            values = V.detach()
-            mixture = self.mixture(values, now.start)
-            total, G = self._prior(values, mixture)
-            # the value of the term, with the gradient that is known: nothing of size n k is kept for it
-            term = total + (G * (V - values)).sum()
-            return self.strength(now.step) * mixture.variance * term
+    def term(self, V: Tensor, C: Tensor) -> Term:
+        """The negative logarithm of the prior, in units of the variance."""
+        mixture = self.mixture(V, C)
+        total, G = self._prior(V, mixture)
+        return Term(mixture.variance * total, mixture.variance * G)
 
     @torch.no_grad()
     def _prior(self, V: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
@@ -130,21 +111,6 @@ class SoftSharing(ByVectors):
 
     def _blocks(self, V: Tensor) -> tuple[Tensor, ...]:
         return V.split(max(1, BLOCK // 2**self.bits))
-
-    def strength(self, step: Tensor) -> Tensor | float:
-        """Of the prior, after `step` steps."""
-        if not self.anneals or self.steps is None:
-            return self.options.strength
-        return self.options.strength * self.options.first ** (1 - (step / self.steps).clamp(max=1))
-
-    @property
-    def anneals(self) -> bool:
-        """Whether the strength changes over `steps`."""
-        return self.options.first != 1
-
-    def set_steps(self, steps: int) -> None:
-        """The strength is at its end after so many optimizer steps."""
-        self.steps = steps
 
 
 def _sums(V: Tensor, C: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:

@@ -139,8 +139,8 @@ class Profit(ByCodes):
 
     def stage(self, step: Tensor) -> Tensor:
         """() int64: which row of the ladder it has after `step` steps."""
-        before = len(self.ladder) - 1
-        return (step * before // max(1, round(self.options.lowering * self.steps))).clamp(max=before)
+        before, steps = len(self.ladder) - 1, round(self.options.lowering * self.steps)
+        return (step * before // steps).clamp(max=before) if steps else torch.full_like(step, before)
 
     def frozen(self, step: Tensor) -> Tensor:
         """() bool: whether its time to be frozen has come."""
@@ -228,7 +228,7 @@ def _by_channel(module: nn.Module, out: Tensor) -> Tensor:
 def _divergence(moved: Tensor, before: Tensor) -> Tensor:
     """`()`: of a Gaussian for each channel, from those before; channels without any variation do not count."""
     (s, t), (m, n) = ([x.std(1, correction=0) for x in (moved, before)], [x.mean(1) for x in (moved, before)])
-    counts = (s > 0) & (t > 0)
+    counts = (s != 0) & (t != 0)  # NaN counts
     s, t = torch.where(counts, s, 1), torch.where(counts, t, 1)
     KL = (t / s).log() + (s.square() + (m - n).square()) / (2 * t.square()) - 0.5
     return torch.where(counts, KL, 0).sum() / counts.sum().clamp(min=1)

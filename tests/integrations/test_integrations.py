@@ -16,6 +16,7 @@ import transformers as hf
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from method_helpers import within
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -114,9 +115,9 @@ class TestTransformers:
         assert resumed.state.global_step == 6
         assert (tmp_path / "resumed" / "model.dkm").read_bytes() == (tmp_path / "whole" / "model.dkm").read_bytes()
 
-    @pytest.mark.parametrize("method", ["atb", "soft-sharing"])
+    @pytest.mark.parametrize("method", ["atb", "profit", "soft-sharing", "rps"])
     def test_methods_get_what_they_need(self, method: str, tmp_path: Path):
-        callback = functools.partial(TransformersCallback, "xform:3/2", method=method)
+        callback = functools.partial(TransformersCallback, within(method, "xform:3/2"), method=method)
         self.trainer(self.bert, tmp_path / "whole", [callback()]).train()
         shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
         self.trainer(self.bert, tmp_path / "resumed", [callback()]).train(resume_from_checkpoint=True)
@@ -256,10 +257,10 @@ class TestLightning:
         whole = fit(tmp_path / "whole")
         assert fit(tmp_path / "resumed", tmp_path / "whole" / "epoch=0.ckpt") == whole
 
-    @pytest.mark.parametrize("method", ["atb", "soft-sharing"])
+    @pytest.mark.parametrize("method", ["atb", "profit", "soft-sharing", "rps"])
     def test_methods_get_what_they_need(self, method: str, tmp_path: Path):
         def fit(out: Path, ckpt_path: Path | None = None) -> bytes:
-            callback = LightningCallback("0:3/3, 4:3/2", module="model", method=method)
+            callback = LightningCallback(within(method, "0:3/3, 4:3/2"), module="model", method=method)
             self.trainer(out, callback).fit(self.Module(), self.loader(), ckpt_path=ckpt_path)
             return (out / "model.dkm").read_bytes()
 

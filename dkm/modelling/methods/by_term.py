@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ...clustering.options import StartOptions, option
+from ...clustering.options import MethodOptions, StartOptions, option
 from ...clustering.vectors import compute_dtype, from_vectors, to_vectors
 from .by_vectors import ByVectors
 
@@ -43,7 +43,7 @@ class ByTerm(ByVectors):
     strength grows geometrically over the training, so that the weights have gathered when they are snapped.
     """
 
-    Options: ClassVar[type[StartOptions]] = TermOptions
+    Options: ClassVar[type[MethodOptions]] = TermOptions
     needs: ClassVar[tuple[str, ...]] = ("loss",)
     options: TermOptions
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from ...clustering.cluster import Clustering
-from ...clustering.options import StartOptions, option
+from ...clustering.options import MethodOptions, option
 from ...clustering.vectors import compute_dtype
 from ...foundation.errors import NeedError
 from ..dtensors import whole
@@ -24,7 +24,7 @@ SAMPLE = 2**16  # weights that a first range is chosen by
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfitOptions(StartOptions):
+class ProfitOptions(MethodOptions):
     """What PROFIT takes."""
 
     lowering: float = option(0.45, "the part of the training, at its start, with more bits than the plan's", least=0)
@@ -74,7 +74,7 @@ class Profit(ByCodes):
         held_scale  ()    and its scale
     """
 
-    Options: ClassVar[type[StartOptions]] = ProfitOptions
+    Options: ClassVar[type[MethodOptions]] = ProfitOptions
     needs: ClassVar[tuple[str, ...]] = ("batches",)
     paper: ClassVar[str] = "Park 2020"
     options: ProfitOptions

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...clustering.assign import assign
 from ...clustering.cluster import Clustering
-from ...clustering.options import StartOptions, option
+from ...clustering.options import MethodOptions, option
 from .by_term import ByTerm, Term, TermOptions
 from .by_vectors import means
 from .registry import register
@@ -41,7 +41,7 @@ class RPS(ByTerm):
     F follows the weights in every step.  Evaluation takes the nearest centroid.
     """
 
-    Options: ClassVar[type[StartOptions]] = RPSOptions
+    Options: ClassVar[type[MethodOptions]] = RPSOptions
     paper: ClassVar[str] = "Wu 2018"
     options: RPSOptions
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...clustering.assign import assign
 from ...clustering.cluster import Clustering
 from ...clustering.kernels.blocked import BLOCK
-from ...clustering.options import StartOptions, option
+from ...clustering.options import MethodOptions, option
 from .by_term import ByTerm, Term, TermOptions
 from .by_vectors import means
 from .registry import register
@@ -53,7 +53,7 @@ class SoftSharing(ByTerm):
     factor of two of s^2.
     """
 
-    Options: ClassVar[type[StartOptions]] = SoftSharingOptions
+    Options: ClassVar[type[MethodOptions]] = SoftSharingOptions
     paper: ClassVar[str] = "Ullrich 2017"
     options: SoftSharingOptions
 

@@ -86,8 +86,10 @@ class Needs(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def compare(cls, clusterings: Sequence[Any]) -> None:
-        """All tensors of the model with this method have been calibrated.  Most methods look at each one alone."""
+    def calibrate_together(cls, shown: Sequence[tuple["Needs", Tensor, str]]) -> None:
+        """All batches have come, for all weights of a model."""
+        for clustered, weight, name in shown:
+            clustered.calibrate(weight, name)
 
     def loss_term(self, weight: Tensor) -> Tensor:
         """`()`: what this weight adds to the loss, with gradient."""

@@ -69,11 +69,10 @@ def calibrate_(
             module.training = mode
     if not seen:
         raise ValueError("calibrate_ needs at least one batch, got none: an exhausted iterator?")
-    for owned, clustered in targets:
-        clustered.calibrate(owned.tensor, owned.name)
+    for kind in dict.fromkeys(type(clustered) for _, clustered in targets):
+        kind.calibrate_together([(c, owned.tensor, owned.name) for owned, c in targets if type(c) is kind])
+    for _, clustered in targets:
         clustered.give("batches")
-    for kind in {type(clustered) for _, clustered in targets}:
-        kind.compare([clustered for _, clustered in targets if type(clustered) is kind])
     return model
 
 

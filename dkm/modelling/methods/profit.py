@@ -15,6 +15,7 @@ from ...clustering.options import MethodOptions, option
 from ...clustering.vectors import compute_dtype
 from ...foundation.errors import NeedError
 from ..dtensors import whole
+from ..needs import Needs
 from .by_codes import ByCodes, Coded
 from .registry import register
 
@@ -194,11 +195,16 @@ class Profit(ByCodes):
             )
 
     @classmethod
-    def compare(cls, clusterings: Sequence[Any]) -> None:
-        """The least stable third of the tensors will be frozen first."""
-        trained = [clustered for clustered in clusterings if clustered.offsets.requires_grad]
-        for rank, clustered in enumerate(sorted(trained, key=lambda each: -each.instability)):
-            clustered.third.fill_(sum(rank >= len(trained) * part // 3 for part in (1, 2)))
+    def calibrate_together(cls, shown: Sequence[tuple[Needs, Tensor, str]]) -> None:
+        """All batches have come, for all weights of a model."""
+        super().calibrate_together(shown)
+        rank([each for each, weight, _ in shown if isinstance(each, cls) and weight.requires_grad])
+
+
+def rank(clusterings: list[Profit]) -> None:
+    """The least stable third of them will be frozen first, and the most stable third last."""
+    for place, clustered in enumerate(sorted(clusterings, key=lambda each: -each.instability)):
+        clustered.third.fill_(sum(place >= len(clusterings) * part // 3 for part in (1, 2)))
 
 
 def _rounded(x: Tensor, levels: Tensor) -> Tensor:

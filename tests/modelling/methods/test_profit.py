@@ -11,7 +11,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 import dkm
-from dkm.modelling.methods.profit import Profit
+from dkm.modelling.methods.profit import Profit, rank
 
 X = torch.randn(64, 12, generator=torch.Generator().manual_seed(0))
 
@@ -207,7 +207,7 @@ def test_the_least_stable_third_is_the_first(count: int):
     clusterings = [made(make_weight(), 2) for _ in range(count)]
     for number, clustered in enumerate(clusterings):
         clustered.instability = float(number)
-    Profit.compare(clusterings)
+    rank(clusterings)
     thirds = [int(clustered.third) for clustered in reversed(clusterings)]
     assert thirds == [0] * (count // 3) + [1] * (2 * count // 3 - count // 3) + [2] * (count - 2 * count // 3)
 

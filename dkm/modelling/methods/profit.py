@@ -58,7 +58,7 @@ class Profit(ByCodes):
 
         x = clip(W / a, -1, 1);  q = x rounded to 2^b values evenly from -1 to 1;  W~ = c q
 
-    The gradient passes straight through the rounding.  The bits fall from 8 over 5, 4 and 3 to those of the plan in
+    The gradient passes straight through the rounding.  The bits fall from 8 over 5, 4, 3 and 2 to those of the plan in
     the first part of the training, `lowering`.  In the rest, up to the `last` part, all tensors train, then two thirds
     of them, then one; in the last part none.  What is frozen has its codes and its scale for good, whatever an
     optimizer's momentum or weight decay do to the weight.  First frozen are the tensors whose quantisation moves the

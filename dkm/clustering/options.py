@@ -63,12 +63,18 @@ class ClusterOptions(LoopOptions, MetricOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartOptions(Options):
-    """What every method takes: where its centroids start, and how long the training is."""
+class MethodOptions(Options):
+    """What every method takes, whether or not it has anything random or annealed."""
 
     steps: int | None = option(None, "how many optimizer steps you will train", least=1)
-    init: str = option("kmeans", "k-means of the weights, or k randomly selected vectors", choices=INITS)
     seed: int = option(0, "of everything random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartOptions(MethodOptions):
+    """What methods take whose centroids start from vectors of the weight."""
+
+    init: str = option("kmeans", "k-means of the weights, or k randomly selected vectors", choices=INITS)
 
 
 @dataclass(frozen=True, kw_only=True)

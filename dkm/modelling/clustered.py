@@ -20,7 +20,7 @@ from ..clustering.decode import products
 from ..clustering.groups import Group, Grouping
 from ..clustering.initialize import init_centroids
 from ..clustering.initialize_groups import init_group_centroids
-from ..clustering.options import LoopOptions, StartOptions
+from ..clustering.options import LoopOptions, MethodOptions, StartOptions
 from ..clustering.precision import (
     MAX_BITS,
     PLAIN_EXPONENTS,
@@ -85,7 +85,7 @@ class Clustered(Needs, ABC):
     are divided by them, after that.
     """
 
-    Options: ClassVar[type[StartOptions]] = StartOptions
+    Options: ClassVar[type[MethodOptions]] = StartOptions
     paper: ClassVar[str] = ""  # author and year
     clusters_groups: ClassVar[bool] = False  # whether `cluster` knows groups
     only_scalars: ClassVar[bool] = False  # whether vectors have one weight
@@ -214,7 +214,12 @@ class Clustered(Needs, ABC):
 
     def initial_centroids(self, W: Tensor) -> Tensor:
         """`(n, d) -> (k, d)`: where the centroids start."""
-        return init_centroids(W, 2**self.bits, init=self.options.init, seed=self.options.seed)
+        return init_centroids(W, 2**self.bits, **self.from_options())
+
+    def from_options(self) -> dict[str, Any]:
+        """What the options say about the first centroids, of a method that does not choose them itself."""
+        assert isinstance(self.options, StartOptions)
+        return dict(init=self.options.init, seed=self.options.seed)
 
     def first_clustering(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Where the centroids start, and the squared error per weight, of the scaled weight; for each group."""
@@ -222,8 +227,7 @@ class Clustered(Needs, ABC):
             W = to_vectors(weight, self.dim)
             C = self.initial_centroids(W)
             return C, squared_error(W, C)
-        start = dict(init=self.options.init, seed=self.options.seed)
-        C = init_group_centroids(weight, 2**self.bits, self.grouping, **start)  # type: ignore[arg-type]
+        C = init_group_centroids(weight, 2**self.bits, self.grouping, **self.from_options())
         return C, squared_errors(weight, C, self.grouping)
 
     def temperature(self, step: Tensor) -> Tensor | float | None:

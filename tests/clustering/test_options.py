@@ -17,6 +17,7 @@ from dkm.clustering.options import (
     ClusterOptions,
     DKMOptions,
     LoopOptions,
+    MethodOptions,
     MetricOptions,
     Options,
     StartOptions,
@@ -36,7 +37,7 @@ def test_defaults():
     assert dataclasses.asdict(DKMOptions(steps=1)) == DEFAULTS | {"steps": 1}
 
 
-@pytest.mark.parametrize("kind", [LoopOptions, MetricOptions, ClusterOptions, StartOptions])
+@pytest.mark.parametrize("kind", [LoopOptions, MetricOptions, ClusterOptions, MethodOptions, StartOptions])
 def test_the_defaults_are_valid(kind: type[Options]):
     kind()
 

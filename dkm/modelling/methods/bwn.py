@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from ...clustering.cluster import Clustering
-from ...clustering.options import StartOptions, option
+from ...clustering.options import MethodOptions, option
 from ...clustering.vectors import compute_dtype
 from .by_codes import ByCodes, Coded
 from .registry import register
 
 
 @dataclass(frozen=True, kw_only=True)
-class BWNOptions(StartOptions):
+class BWNOptions(MethodOptions):
     """What binary weights take."""
 
     clip: float = option(1.0, "a centred weight beyond it gets no gradient that pushes it further", least=0)
@@ -43,7 +43,7 @@ class BWN(ByCodes):
     SGD would hardly move.
     """
 
-    Options: ClassVar[type[StartOptions]] = BWNOptions
+    Options: ClassVar[type[MethodOptions]] = BWNOptions
     most_bits: ClassVar[int] = 1
     paper: ClassVar[str] = "Rastegari 2016"
     options: BWNOptions

@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ...clustering.options import MethodOptions
 from ...clustering.vectors import compute_dtype
 from ..dtensors import whole
 from .by_vectors import ByVectors
@@ -21,6 +22,7 @@ class Coded(NamedTuple):
 class ByCodes(ByVectors):
     """A method that computes the codes and their values from the weight, instead of looking for the nearest value."""
 
+    Options: ClassVar[type[MethodOptions]] = MethodOptions  # no `init`: the weights say where the values start
     only_scalars: ClassVar[bool] = True
 
     @abstractmethod

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ...clustering.cluster import Clustering
-from ...clustering.options import StartOptions, option
+from ...clustering.options import MethodOptions, option
 from ...clustering.vectors import compute_dtype
 from ..dtensors import whole
 from .by_codes import ByCodes, Coded
@@ -17,7 +17,7 @@ SPREADS = 3  # standard deviations, that the range has at the start in both dire
 
 
 @dataclass(frozen=True, kw_only=True)
-class EWGSOptions(StartOptions):
+class EWGSOptions(MethodOptions):
     """What element-wise gradient scaling takes."""
 
     delta: float = option(1e-3, "how much the rounding error scales a gradient; 0: straight through", least=0)
@@ -46,7 +46,7 @@ class EWGS(ByCodes):
     move W~ itself: a sum over all weights would be too much for a learning rate that suits the model.
     """
 
-    Options: ClassVar[type[StartOptions]] = EWGSOptions
+    Options: ClassVar[type[MethodOptions]] = EWGSOptions
     paper: ClassVar[str] = "Lee 2021"
     options: EWGSOptions
     first: Tensor

@@ -29,6 +29,9 @@ def test_a_temperature_where_there_is_none(method: str, tau):
         ("gumbel", dict(gradient="last"), "gradient"),
         ("gumbel", dict(impl="blocked"), "impl"),
         ("dc", dict(max_iter=3), "max_iter"),
+        ("bwn", dict(init="random"), "init"),
+        ("abc-net", dict(init="random"), "init"),
+        ("ewgs", dict(init="random"), "init"),
     ],
 )
 def test_an_option_that_means_nothing(method: str, options: dict, named: str):
@@ -41,7 +44,7 @@ def test_an_unknown_method_names_the_nearest():
         dkm.compress_(network(), PLAN, method="quantnoise")
 
 
-ALL = "steps, init, seed, tau, metric, eps, max_iter, gradient, impl"
+ALL = "steps, seed, init, tau, metric, eps, max_iter, gradient, impl"
 
 
 @pytest.mark.parametrize(
@@ -49,11 +52,11 @@ ALL = "steps, init, seed, tau, metric, eps, max_iter, gradient, impl"
     [
         ("dkm", dict(p=0.1), f'method="dkm" takes no p, it takes {ALL}; method="quant_noise" takes p'),
         ("dkm", dict(gradients="last"), f'method="dkm" takes no gradients, it takes {ALL}; did you mean gradient?'),
-        ("hard", dict(p=1), 'method="hard" takes no p, it takes steps, init, seed, eps, max_iter; method='),
+        ("hard", dict(p=1), 'method="hard" takes no p, it takes steps, seed, init, eps, max_iter; method='),
         (
             "quant_noise",
             dict(q=1),
-            'method="quant_noise" takes no q, it takes steps, init, seed, eps, max_iter, p, p_end, last',
+            'method="quant_noise" takes no q, it takes steps, seed, init, eps, max_iter, p, p_end, last',
         ),
     ],
 )

@@ -10,7 +10,6 @@ from .clustering.options import DKMOptions, shows_options
 from .clustering.precision import check_bits_dim, check_dtype, check_weight, rounded
 from .clustering.spec import Spec
 from .modelling.attach import attach, detach
-from .modelling.clock import Clock
 from .modelling.clustered import Clustered
 from .modelling.dtensors import is_sharded, reshard
 from .modelling.methods import named
@@ -51,9 +50,8 @@ def compress_(model: nn.Module, plan: str | Plan, *, method: str = "dkm", **opti
     _check_method(kind, targets)
     # All of them first: an error leaves the model untouched.
     made = [kind(owned.tensor, **spec.arguments, **taken) for owned, spec in targets]
-    clock = Clock()
     for (owned, _), clustered in zip(targets, made, strict=True):
-        clustered.clock = clock
+        clustered.join(made[0])
         attach(owned, clustered)
     return chosen
 

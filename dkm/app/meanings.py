@@ -23,6 +23,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "abc-net": "a sum of binary weights, one for each bit",
         "ewgs": "evenly spaced values on a learned range",
         "atb": "like dc, with the clusters that keep the outputs of the layers",
+        "meta-quant": "a small network learns the gradient of a quantised weight",
         "soft-sharing": "a term of the loss draws the weights into clusters",
     },
     "tau": {

@@ -23,8 +23,9 @@ MEANINGS: dict[str, dict[str, str]] = {
         "abc-net": "a sum of binary weights, one for each bit",
         "ewgs": "evenly spaced values on a learned range",
         "atb": "like dc, with the clusters that keep the outputs of the layers",
-        "meta-quant": "a small network learns the gradient of a quantised weight",
         "soft-sharing": "a term of the loss draws the weights into clusters",
+        "meta-quant": "a small network learns the gradient of a quantised weight",
+        "lr-net": "1 or 2 bits: probabilities of two or three values, with noise in the outputs",
     },
     "tau": {
         "auto": "falls during the training, from 2 to 0.1 units; nothing to tune",

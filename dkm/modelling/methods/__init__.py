@@ -9,13 +9,15 @@
     abc-net       ABC-Net: a sum of several binary bases
     ewgs          a uniform quantiser with element-wise gradient scaling
     atb           And the Bit Goes Down: k-means that keeps what a layer computes
-    meta-quant    MetaQuant: a small network learns the gradient of a quantised weight
     soft-sharing  a mixture of Gaussians as a prior of the weights, in the loss
+    meta-quant    MetaQuant: a small network learns the gradient of a quantised weight
+    lr-net        LR-Net: a distribution over two or three values, and layers that sample their outputs
 
 Importing this package registers them.
 """
 
-from . import dkm, hard, gumbel, deep_compression, quant_noise, bwn, abc_net, ewgs, atb, meta_quant, soft_sharing  # isort: skip  # in the order of the table above
+from . import dkm, hard, gumbel, deep_compression, quant_noise, bwn, abc_net, ewgs, atb, soft_sharing  # isort: skip  # in the order of the table above
+from . import meta_quant, lr_net  # isort: skip
 from .registry import METHODS, named, option_names, register
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "ewgs",
     "gumbel",
     "hard",
+    "lr_net",
     "meta_quant",
     "named",
     "option_names",

@@ -157,7 +157,8 @@ class LRNet(ByCodes):
 
     def _values(self, a: Tensor) -> Tensor:
         """`(k, 1)`: of the codes.  With 2 bits the last one is not used."""
-        return a * torch.tensor([[-1.0], [1.0]] if self.bits == 1 else [[-1.0], [0.0], [1.0], [0.0]]).to(a)
+        codes = torch.arange(2**self.bits, device=a.device)[:, None]
+        return a * (2 * codes - 1 if self.bits == 1 else torch.where(codes < 3, codes - 1, 0))
 
     def _slope(self, mean: Tensor) -> Tensor:
         return 1 / (self.scale() * mean).detach().square().sum().clamp(min=1e-30)

@@ -9,8 +9,7 @@ from torch.nn.utils import parametrize
 from .clustering.options import DKMOptions, shows_options
 from .clustering.precision import check_bits_dim, check_dtype, check_weight, rounded
 from .clustering.spec import Spec
-from .modelling.attach import attach, detach
-from .modelling.clock import Clock
+from .modelling.attach import attach, check_layers, detach
 from .modelling.clustered import Clustered
 from .modelling.dtensors import is_sharded, reshard
 from .modelling.methods import named
@@ -51,9 +50,8 @@ def compress_(model: nn.Module, plan: str | Plan, *, method: str = "dkm", **opti
     _check_method(kind, targets)
     # All of them first: an error leaves the model untouched.
     made = [kind(owned.tensor, **spec.arguments, **taken) for owned, spec in targets]
-    clock = Clock()
     for (owned, _), clustered in zip(targets, made, strict=True):
-        clustered.clock = clock
+        clustered.join(made[0])
         attach(owned, clustered)
     return chosen
 
@@ -84,6 +82,8 @@ def _check_method(kind: type[Clustered], targets: list[tuple[Owned, Spec]]) -> N
         more = ", ".join(other for other, _, _ in refused[1:])
         also = f"; the same goes for {more}" if more else ""
         raise ValueError(f'method="{kind.method}" {reason}, got {name}:{spec.label}{also}')
+    for owned, _ in targets:
+        check_layers(kind, owned)
 
 
 def _check(tensor: torch.Tensor, name: str) -> None:
@@ -110,7 +110,9 @@ def cluster_weight(
             f"{type(module).__name__} has no parameter '{name}'; it has {', '.join(module._parameters) or 'none'}"
         )
     _check(tensor, f"{type(module).__name__}.{name}")
-    attach(Owned(tensor, [name], [(module, name)]), kind(tensor, bits, dim, **taken))
+    owned = Owned(tensor, [name], [(module, name)])
+    check_layers(kind, owned)
+    attach(owned, kind(tensor, bits, dim, **taken))
     return module
 
 

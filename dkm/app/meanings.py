@@ -26,6 +26,8 @@ MEANINGS: dict[str, dict[str, str]] = {
         "soft-sharing": "a term of the loss draws the weights into clusters",
         "rps": "like soft-sharing, with the objective of k-means",
         "profit": "evenly spaced values, fewer by and by, and layers frozen one by one",
+        "meta-quant": "a small network learns the gradient of a quantised weight",
+        "lr-net": "1 or 2 bits: probabilities of two or three values, with noise in the outputs",
     },
     "tau": {
         "auto": "falls during the training, from 2 to 0.1 units; nothing to tune",

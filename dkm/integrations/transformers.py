@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.quantizers import auto
 
 from ..exporters import Report, export
-from ..modelling.parameters import clustered_parameters
+from ..modelling.parameters import clustered_parameters, clusterings
 from ..plans.rows import Plan
 from . import Compression
 
@@ -69,13 +69,13 @@ class DKMCallback(TrainerCallback):
         # Another model than at the beginning (`model_init` makes one for each training), or never called before
         # (`add_callback`): early enough, but for a checkpoint and for parameters that the optimizer has to know.
         if self.compression.plan is not None and not self.compression.has_compressed(model):
-            if state.global_step or self.compression.options.get("tau") == "learn":
+            self.compression.compress(model)
+            if state.global_step or any(list(clustered.parameters()) for clustered in clusterings(model)):
                 raise ValueError(
                     "the Trainer has read the checkpoint and made the optimizer for a model that was not compressed "
                     "yet: pass DKMCallback to Trainer(callbacks=[...]), or compress in model_init and use "
                     "DKMCallback(None)"
                 )
-            self.compression.compress(model)
         _declare_ties(model)
         self.compression.begin(model, state.max_steps, train_dataloader)
 

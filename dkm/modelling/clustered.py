@@ -242,6 +242,10 @@ class Clustered(Needs, ABC):
     def set_steps(self, steps: int) -> None:
         """Change the number of optimizer steps of the training.  Only methods that anneal use it."""
 
+    def join(self, first: "Clustered") -> None:
+        """Become a part of the model whose first clustered weight is `first`: share what all of its weights share."""
+        self.clock = first.clock
+
     def shard(self, original: Any) -> None:
         """Called when FSDP2 has split the weight; `original` is its DTensor."""
         raise NotImplementedError(

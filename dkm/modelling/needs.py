@@ -26,6 +26,7 @@ class Needs(nn.Module):
 
     needs: ClassVar[tuple[str, ...]] = ()  # of NEEDS
     method: ClassVar[str] = ""  # the name that it is registered under
+    layers: ClassVar[tuple[type[nn.Module], ...]] = ()  # the only ones it can be used in, where `compute` is its own
 
     step: Tensor
     was_given: Tensor
@@ -75,7 +76,7 @@ class Needs(nn.Module):
     def _lack(self, need: str) -> NeedError:
         return NeedError(f'method="{self.method}" needs a line that this training does not have: {NEEDS[need]}')
 
-    # --- what a method with needs implements
+    # --- what a method with needs or layers implements
 
     def observe(self, module: nn.Module, name: str, inputs: tuple[Any, ...]) -> None:
         """A batch has come to the module that computes with the weight; `name` is that of the weight."""
@@ -93,4 +94,8 @@ class Needs(nn.Module):
 
     def loss_term(self, weight: Tensor) -> Tensor:
         """`()`: what this weight adds to the loss, with gradient."""
+        raise NotImplementedError
+
+    def compute(self, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """What one of the `layers` outputs in training instead of y, which it has computed from x."""
         raise NotImplementedError

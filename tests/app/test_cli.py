@@ -233,7 +233,7 @@ def test_an_option_of_the_method_reaches_it(place: Path, monkeypatch):
     assert "--method-option p=0.25" in json.loads(Path("run/result.json").read_text())["command"]
 
 
-@pytest.mark.parametrize("method", ["atb", "soft-sharing", "rps", "profit"])
+@pytest.mark.parametrize("method", ["atb", "soft-sharing", "rps", "profit", "meta-quant", "lr-net"])
 def test_a_method_gets_what_it_needs(place: Path, method: str):
     call("compress", *flags(method=method))
     assert json.loads(Path("run/result.json").read_text())["finished"]
@@ -306,6 +306,9 @@ def test_methods(capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("quant_noise, Fan 2021\n\nA random fraction of the vectors is snapped")
     assert "p_end    1.0" in shown
+    with pytest.raises(SystemExit):
+        cli.main(["methods", "lr-net"])
+    assert "at most 2 bits, dim 1 only, in Linear, Conv1d, Conv2d, Conv3d only" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
         cli.main(["methods", "quantnoise"])
     assert end.value.code == 2

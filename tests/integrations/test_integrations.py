@@ -115,9 +115,9 @@ class TestTransformers:
         assert resumed.state.global_step == 6
         assert (tmp_path / "resumed" / "model.dkm").read_bytes() == (tmp_path / "whole" / "model.dkm").read_bytes()
 
-    @pytest.mark.parametrize("method", ["atb", "profit", "soft-sharing", "rps"])
+    @pytest.mark.parametrize("method", ["atb", "profit", "soft-sharing", "rps", "meta-quant", "lr-net"])
     def test_methods_get_what_they_need(self, method: str, tmp_path: Path):
-        callback = functools.partial(TransformersCallback, within(method, "xform:3/2"), method=method)
+        callback = functools.partial(TransformersCallback, within(method, "bert.encoder*:3/2"), method=method)
         self.trainer(self.bert, tmp_path / "whole", [callback()]).train()
         shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
         self.trainer(self.bert, tmp_path / "resumed", [callback()]).train(resume_from_checkpoint=True)
@@ -173,12 +173,12 @@ class TestTransformers:
             self.trainer(self.bert, tmp_path, [TransformersCallback(None)], max_steps=2).train()
 
     def test_added_later(self, tmp_path: Path):
-        """A callback added after the Trainer was made can train, but can neither resume nor learn a temperature."""
+        """A callback added after the Trainer was made can train, but can neither resume nor train more parameters."""
         trainer = self.trainer(self.bert, tmp_path, [], max_steps=2)
         trainer.add_callback(TransformersCallback("*:3"))
         trainer.train()
         assert steps(trainer.model) == {2}
-        for options in ({}, {"tau": "learn"}):
+        for options in ({}, {"tau": "learn"}, {"method": "meta-quant"}):
             trainer = self.trainer(self.bert, tmp_path, [], max_steps=4)
             trainer.add_callback(TransformersCallback("*:3", **options))
             with pytest.raises(ValueError, match=r"not compressed yet: pass DKMCallback to Trainer\(callbacks="):
@@ -257,7 +257,7 @@ class TestLightning:
         whole = fit(tmp_path / "whole")
         assert fit(tmp_path / "resumed", tmp_path / "whole" / "epoch=0.ckpt") == whole
 
-    @pytest.mark.parametrize("method", ["atb", "profit", "soft-sharing", "rps"])
+    @pytest.mark.parametrize("method", ["atb", "profit", "soft-sharing", "rps", "meta-quant", "lr-net"])
     def test_methods_get_what_they_need(self, method: str, tmp_path: Path):
         def fit(out: Path, ckpt_path: Path | None = None) -> bytes:
             callback = LightningCallback(within(method, "0:3/3, 4:3/2"), module="model", method=method)

@@ -53,6 +53,7 @@ def _described(name: str, width: int) -> str:
     ]
     limits = [] if kind.most_bits == MAX_BITS else [f"at most {kind.most_bits} bits"]
     limits += ["dim 1 only"] if kind.only_scalars else []
+    limits += [f"in {', '.join(layer.__name__ for layer in kind.layers)} only"] if kind.layers else []
     head = ", ".join(filter(None, [name, kind.paper, *limits]))
     rows = table([("option", "default", ""), *options], "<<<", columns=width, shrink_last=True)
     return f"{head}\n\n{inspect.getdoc(kind)}\n\n{rows}"

@@ -12,11 +12,14 @@
     soft-sharing  a mixture of Gaussians as a prior of the weights, in the loss
     rps           Deep k-Means: the objective of k-means, in the loss
     profit        a clipped uniform quantiser, fewer bits by and by, and layers frozen one after the other
+    meta-quant    MetaQuant: a small network learns the gradient of a quantised weight
+    lr-net        LR-Net: a distribution over two or three values, and layers that sample their outputs
 
 Importing this package registers them.
 """
 
-from . import dkm, hard, gumbel, deep_compression, quant_noise, bwn, abc_net, ewgs, atb, soft_sharing, rps, profit  # isort: skip  # in the order of the table above
+from . import dkm, hard, gumbel, deep_compression, quant_noise, bwn, abc_net, ewgs, atb, soft_sharing  # isort: skip  # in the order of the table above
+from . import rps, profit, meta_quant, lr_net  # isort: skip
 from .registry import METHODS, named, option_names, register
 
 __all__ = [
@@ -29,6 +32,8 @@ __all__ = [
     "ewgs",
     "gumbel",
     "hard",
+    "lr_net",
+    "meta_quant",
     "named",
     "option_names",
     "profit",

@@ -4,6 +4,8 @@ The state of a generator would be one more thing to resume, and would make a sec
 draw.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,14 @@ def uniform(key: Tensor, first: int, count: int, dtype: torch.dtype) -> Tensor:
     place = torch.arange(first, first + count, device=key.device)
     drawn = mix(mix(key) + place * -7046029254386353131)  # splitmix64: multiples of the golden ratio, mixed
     return ((drawn >> 41 & 0x7FFFFF).to(dtype) + 0.5) / 2**23  # 23 bits: float32 holds the halves too, and never 1
+
+
+def normal(key: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of the standard normal distribution that the () int64 `key` names, `(count,)`."""
+    half = -(-count // 2)
+    u = uniform(key, 0, 2 * half, dtype)
+    radius, angle = (-2 * u[:half].log()).sqrt(), 2 * math.pi * u[half:]  # Box and Muller: two of each pair
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count]
 
 
 def mix(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 
 from dkm import Clustered
 from dkm.modelling.methods import draws as draws_module
-from dkm.modelling.methods.draws import uniform
+from dkm.modelling.methods.draws import normal, uniform
 from dkm.modelling.methods.gumbel import Gumbel
 from dkm.modelling.methods.quant_noise import QuantNoise
 
@@ -42,3 +42,15 @@ def test_seeds_and_weights_have_draws_of_their_own(method: type[Clustered]):
     a, b = make_weight(), nn.Parameter(make_weight().detach() * 2)
     keys = [int(method(weight, 2, steps=1, seed=seed).key) for weight in (a, b) for seed in (0, 1)]
     assert len(set(keys)) == 4
+
+
+def test_normal_draws_are_normal_and_independent():
+    a, b = (normal(torch.tensor(key), 200_001, torch.float64) for key in (5, 6))
+    assert len(a) == 200_001
+    places = torch.tensor([-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0], dtype=torch.float64)
+    below = (a[:, None] < places).double().mean(0)
+    wanted = 0.5 * (1 + torch.erf(places / 2**0.5))
+    assert (below - wanted).abs().max() < 0.005
+    for x, y in ((a, b), (a[1:], a[:-1]), (a[: len(a) // 2], a[len(a) // 2 + 1 :])):
+        assert abs(float(torch.corrcoef(torch.stack([x, y]))[0, 1])) < 0.015
+        assert abs(float(torch.corrcoef(torch.stack([x.abs(), y.abs()]))[0, 1])) < 0.015

@@ -24,6 +24,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "ewgs": "evenly spaced values on a learned range",
         "atb": "like dc, with the clusters that keep the outputs of the layers",
         "soft-sharing": "a term of the loss draws the weights into clusters",
+        "escq": "clusters with little error and little entropy, for entropy-coded files; then as dc",
     },
     "tau": {
         "auto": "falls during the training, from 2 to 0.1 units; nothing to tune",

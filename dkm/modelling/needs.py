@@ -4,6 +4,7 @@ A class says so in `needs`.  The training calls the functions of `training/needs
 `Needs` below.  What was not given is an error, in the first step that could have done something with it.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ class Needs(nn.Module):
     """
 
     needs: ClassVar[tuple[str, ...]] = ()  # of NEEDS
+    sees_gradients: ClassVar[bool] = False  # whether batches are shown by gradients, not by what comes to the modules
     method: ClassVar[str] = ""  # the name that it is registered under
 
     step: Tensor
@@ -80,9 +82,20 @@ class Needs(nn.Module):
         """A batch has come to the module that computes with the weight; `name` is that of the weight."""
         raise NotImplementedError
 
+    def observe_gradient(self, gradient: Tensor) -> None:
+        """A batch has come, and this is the derivative of a random number by the weight, see `training.distill.probe`:
+        the mean of its squares is what a change of each value does to the answers."""
+        raise NotImplementedError
+
     def calibrate(self, weight: Tensor, name: str) -> None:
         """All batches have come."""
         raise NotImplementedError
+
+    @classmethod
+    def calibrate_together(cls, shown: Sequence[tuple["Needs", Tensor, str]]) -> None:
+        """All batches have come, for all weights of a model."""
+        for clustered, weight, name in shown:
+            clustered.calibrate(weight, name)
 
     def loss_term(self, weight: Tensor) -> Tensor:
         """`()`: what this weight adds to the loss, with gradient."""

@@ -4,14 +4,16 @@ Models of other methods are left alone, so that a script may have these lines fo
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..modelling.clustered import Clustered
-from ..modelling.parameters import clustered_parameters, clusterings
+from ..modelling.parameters import clustered_parameters, clusterings, unwrapped
 from .batchnorm import feed
+from .distill import probe
 
 
 def method_loss(model: nn.Module) -> Tensor:
@@ -49,30 +51,63 @@ def calibrate_(
         return model
     device = next(model.parameters()).device
     modes = {module: module.training for module in model.modules()}
+    trained = [(owned, owned.tensor.requires_grad) for owned, _ in targets]
+    generator = torch.Generator().manual_seed(0)
     hooks = []
     seen = 0
     try:
         model.eval()
         for owned, clustered in targets:
             clustered.dense = True
-            for module, _ in owned.owners:
-                hooks.append(module.register_forward_pre_hook(_watcher(clustered, owned.name)))
+            if not clustered.sees_gradients:
+                for module, _ in owned.owners:
+                    hooks.append(module.register_forward_pre_hook(_watcher(clustered, owned.name)))
+        by_gradients = [(owned.tensor, clustered) for owned, clustered in targets if clustered.sees_gradients]
+        for tensor, _ in by_gradients:
+            tensor.requires_grad_(True)
+        network = unwrapped(model)  # where there are gradients, a wrapper would wait for a backward pass
         for batch in batches:
-            _ = feed(model, batch, device) if forward is None else forward(model, batch)
+            with torch.set_grad_enabled(bool(by_gradients)), _differentiable(network, bool(by_gradients)):
+                output = feed(network, batch, device) if forward is None else forward(network, batch)
+                if by_gradients:
+                    _show_gradients(by_gradients, output, generator)
             seen += 1
     finally:
         for hook in hooks:
             hook.remove()
         for _owned, clustered in targets:
             clustered.dense = False
+        for owned, was_trained in trained:
+            owned.tensor.requires_grad_(was_trained)
         for module, mode in modes.items():
             module.training = mode
     if not seen:
         raise ValueError("calibrate_ needs at least one batch, got none: an exhausted iterator?")
-    for owned, clustered in targets:
-        clustered.calibrate(owned.tensor, owned.name)
+    for kind in dict.fromkeys(type(clustered) for _, clustered in targets):
+        kind.calibrate_together([(c, owned.tensor, owned.name) for owned, c in targets if type(c) is kind])
+    for _, clustered in targets:
         clustered.give("batches")
     return model
+
+
+DRAWS = 4  # of random numbers for each batch
+
+
+def _show_gradients(shown: list[tuple[nn.Parameter, Clustered]], output: Any, generator: torch.Generator) -> None:
+    """The derivatives of random numbers that the model's answers make, to the weights that want them."""
+    tensors = [tensor for tensor, _ in shown]
+    numbers = [probe(output, generator) for _ in range(DRAWS)]
+    for i, number in enumerate(numbers):
+        found = torch.autograd.grad(number, tensors, retain_graph=i + 1 < DRAWS, allow_unused=True)
+        for (_, clustered), gradient in zip(shown, found, strict=True):
+            if gradient is not None:
+                clustered.observe_gradient(gradient)
+
+
+def _differentiable(model: nn.Module, needed: bool) -> AbstractContextManager[Any]:
+    """cuDNN's recurrent layers have no gradient in evaluation mode; PyTorch's own have."""
+    recurrent = needed and any(isinstance(module, nn.RNNBase) for module in model.modules())
+    return torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext()
 
 
 def _watcher(clustered: Clustered, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:

@@ -233,7 +233,7 @@ def test_an_option_of_the_method_reaches_it(place: Path, monkeypatch):
     assert "--method-option p=0.25" in json.loads(Path("run/result.json").read_text())["command"]
 
 
-@pytest.mark.parametrize("method", ["atb", "soft-sharing"])
+@pytest.mark.parametrize("method", ["atb", "escq", "soft-sharing"])
 def test_a_method_gets_what_it_needs(place: Path, method: str):
     call("compress", *flags(method=method))
     assert json.loads(Path("run/result.json").read_text())["finished"]

@@ -10,11 +10,12 @@
     ewgs          a uniform quantiser with element-wise gradient scaling
     atb           And the Bit Goes Down: k-means that keeps what a layer computes
     soft-sharing  a mixture of Gaussians as a prior of the weights, in the loss
+    escq          k-means that minimises the error and the entropy of the codes together
 
 Importing this package registers them.
 """
 
-from . import dkm, hard, gumbel, deep_compression, quant_noise, bwn, abc_net, ewgs, atb, soft_sharing  # isort: skip  # in the order of the table above
+from . import dkm, hard, gumbel, deep_compression, quant_noise, bwn, abc_net, ewgs, atb, soft_sharing, escq  # isort: skip  # in the order of the table above
 from .registry import METHODS, named, option_names, register
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "bwn",
     "deep_compression",
     "dkm",
+    "escq",
     "ewgs",
     "gumbel",
     "hard",

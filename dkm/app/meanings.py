@@ -25,6 +25,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "atb": "like dc, with the clusters that keep the outputs of the layers",
         "soft-sharing": "a term of the loss draws the weights into clusters",
         "escq": "clusters with little error and little entropy, for entropy-coded files; then as dc",
+        "gobo": "outliers stay as they are; the clusters of the others by absolute error, then as dc",
     },
     "tau": {
         "auto": "falls during the training, from 2 to 0.1 units; nothing to tune",

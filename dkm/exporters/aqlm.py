@@ -97,6 +97,8 @@ def aqlm_layer(each: Described) -> Layer | str:
     assert isinstance(content, Codes)
     out, width = each.shape
     bits, dim = content.bits, content.dim
+    if content.outliers is not None:
+        return f"AQLM has no outliers, and this has {len(content.outliers.values):,}"
     if VECTOR % dim or bits * (VECTOR // dim) > BITS:
         return f"AQLM's codes have 8 bits for 8 weights, and this is {content.spec.label}"
     if width % VECTOR:

@@ -11,11 +11,12 @@
     atb           And the Bit Goes Down: k-means that keeps what a layer computes
     soft-sharing  a mixture of Gaussians as a prior of the weights, in the loss
     escq          k-means that minimises the error and the entropy of the codes together
+    gobo          GOBO: outliers stay as they are, the others are clustered by their absolute error
 
 Importing this package registers them.
 """
 
-from . import dkm, hard, gumbel, deep_compression, quant_noise, bwn, abc_net, ewgs, atb, soft_sharing, escq  # isort: skip  # in the order of the table above
+from . import dkm, hard, gumbel, deep_compression, quant_noise, bwn, abc_net, ewgs, atb, soft_sharing, escq, gobo  # isort: skip  # in the order of the table above
 from .registry import METHODS, named, option_names, register
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "dkm",
     "escq",
     "ewgs",
+    "gobo",
     "gumbel",
     "hard",
     "named",

@@ -31,6 +31,10 @@ class Outliers(NamedTuple):
         """What they take in a file."""
         return len(self.positions) * (position_dtype(numel).itemsize + self.values.element_size())
 
+    def __str__(self) -> str:
+        count = len(self.positions)
+        return f"{count:,} outlier{'s' * (count > 1)}"
+
     def put(self, weight: Tensor) -> Tensor:
         """Into a contiguous weight, which is changed and returned."""
         weight.view(-1)[self.positions.to(weight.device)] = self.values.to(weight.device)

@@ -195,11 +195,7 @@ def _of_clustered(outliers: Outliers | None, numel: int) -> dict[str, Any]:
     """What the row of a clustered tensor says about its outliers."""
     if outliers is None:
         return {"reason": "clustered"}
-    count = len(outliers.values)
-    return {
-        "reason": f"clustered, {count:,} outlier{'s' * (count > 1)}",
-        "beside": 8 * outliers.nbytes(numel),
-    }
+    return {"reason": f"clustered, {outliers}", "beside": 8 * outliers.nbytes(numel)}
 
 
 def encode(model: nn.Module, dtype: torch.dtype = torch.float16, coding: str = "packed") -> bytes:

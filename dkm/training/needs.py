@@ -96,9 +96,9 @@ DRAWS = 4  # of random numbers for each batch
 def _show_gradients(shown: list[tuple[nn.Parameter, Clustered]], output: Any, generator: torch.Generator) -> None:
     """The derivatives of random numbers that the model's answers make, to the weights that want them."""
     tensors = [tensor for tensor, _ in shown]
-    numbers = [probe(output, generator) for _ in range(DRAWS)]
-    for i, number in enumerate(numbers):
-        found = torch.autograd.grad(number, tensors, retain_graph=i + 1 < DRAWS, allow_unused=True)
+    for left in reversed(range(DRAWS)):
+        number = probe(output, generator)
+        found = torch.autograd.grad(number, tensors, retain_graph=left > 0, allow_unused=True)
         for (_, clustered), gradient in zip(shown, found, strict=True):
             if gradient is not None:
                 clustered.observe_gradient(gradient)

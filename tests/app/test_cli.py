@@ -239,6 +239,16 @@ def test_a_method_gets_what_it_needs(place: Path, method: str):
     assert json.loads(Path("run/result.json").read_text())["finished"]
 
 
+def test_outliers_count(place: Path, capsys):
+    call("compress", *flags(method="gobo"), "--method-option", "threshold=-1")
+    found, plan = (json.loads(Path(f"run/{name}.json").read_text()) for name in ("result", "plan"))
+    outliers = sum(size for name, size in found["file"].items() if name.startswith(("positions/", "outliers/")))
+    assert outliers > 0
+    assert found["bytes_paper"] == plan["bytes"] + outliers
+    call("inspect", "run")
+    assert " outliers " in capsys.readouterr().out
+
+
 def test_a_method_that_cannot_have_what_it_needs(place: Path, capsys):
     text = Path("network.py").read_text().replace("nn.Conv2d(3, 8, 3)", "nn.ConvTranspose2d(3, 8, 3)")
     Path("transposed.py").write_text(text)

@@ -240,7 +240,7 @@ def test_a_method_gets_what_it_needs(place: Path, method: str):
 
 
 def test_outliers_count(place: Path, capsys):
-    call("compress", *flags(method="gobo"), "--method-option", "threshold=-1")
+    call("compress", *flags(method="gobo"), "--method-option", "threshold=0")
     found, plan = (json.loads(Path(f"run/{name}.json").read_text()) for name in ("result", "plan"))
     outliers = sum(size for name, size in found["file"].items() if name.startswith(("positions/", "outliers/")))
     assert outliers > 0

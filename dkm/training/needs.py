@@ -44,7 +44,8 @@ def calibrate_(
 
     A batch is what `recalibrate_` takes; labels are ignored.  The model runs in evaluation mode with its weights as
     they are, not clustered; its modes are as before afterwards.  A method that needs no batches is not shown any.
-    Where there are several processes, show all of them the same batches.
+    Where there are several processes, show all of them the same batches.  A method that sees gradients, such as
+    escq, needs the model's answers, which are logits: `forward` returns them.
     """
     targets = [(owned, clustered) for owned, clustered in clustered_parameters(model) if "batches" in clustered.needs]
     if not targets:

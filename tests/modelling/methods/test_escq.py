@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import dkm
 from dkm.clustering.vectors import to_vectors
 from dkm.modelling.methods.escq import ESCQ, Clusters, clusters, improved, lagrangian
+from dkm.modelling.parameters import clusterings
 
 LEVELS = torch.tensor([0.0, 0.1, 0.5, 2.0, 10.0], dtype=torch.float64)
 
@@ -201,6 +202,29 @@ def test_calibrating_changes_nothing_else():
     assert all(module.training for module in model.modules())
     plain = {name for name in before if "parametrizations.weight.0" not in name}
     assert all(torch.equal(model.state_dict()[name], before[name]) for name in plain)
+
+
+class Tagger(nn.Module):
+    """Recurrent, and with an embedding that the head shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.rnn, self.head = nn.Embedding(20, 8), nn.LSTM(8, 8), nn.Linear(8, 20, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(self.emb(x))[0])
+
+
+def test_recurrent_and_tied_weights():
+    torch.manual_seed(0)
+    model = Tagger()
+    dkm.compress_(model, "emb.weight:3, rnn:2", method="escq")
+    dkm.calibrate_(model, [torch.randint(20, (9, 4)) for _ in range(4)])
+    h = [each.h for each in clusterings(model)]
+    assert len(h) == 3
+    assert all(each.std() > 0.1 * each.mean() for each in h)  # they differ: every tensor was seen
+    model(torch.randint(20, (9, 4))).sum().backward()
 
 
 def test_extreme_and_scaled_weights():

@@ -28,6 +28,8 @@ MEANINGS: dict[str, dict[str, str]] = {
         "profit": "evenly spaced values, fewer by and by, and layers frozen one by one",
         "meta-quant": "a small network learns the gradient of a quantised weight",
         "lr-net": "1 or 2 bits: probabilities of two or three values, with noise in the outputs",
+        "escq": "clusters with little error and little entropy, for entropy-coded files; then as dc",
+        "gobo": "outliers stay as they are; the clusters of the others by absolute error, then as dc",
     },
     "tau": {
         "auto": "falls during the training, from 2 to 0.1 units; nothing to tune",

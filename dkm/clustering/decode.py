@@ -1,7 +1,8 @@
 """Codes, centroids, scales and an exponent -> the weight: the one place that says what these stand for.
 
 A weight is its centroid's value, times the scale of its row, times 2^exponent.  The products are computed in float32,
-or in float64 for a tensor of float64, in this order, and the result is rounded to the tensor's dtype.
+or in float64 for a tensor of float64, in this order, and the result is rounded to the tensor's dtype.  An outlier has
+a value of its own instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,35 @@ from .groups import Group, Grouping
 from .vectors import compute_dtype
 
 PIECE = 1 << 20  # weights that are decoded at a time
+
+
+class Outliers(NamedTuple):
+    """Weights of a tensor that are kept as they are."""
+
+    positions: Tensor  # (m,) int64: where they are in the tensor, row-major; ascending, none of them twice
+    values: Tensor  # (m,), of the tensor's dtype
+
+    def stored_positions(self, numel: int) -> Tensor:
+        """The positions as a file has them, for a tensor of so many weights."""
+        return self.positions.to(position_dtype(numel))
+
+    def nbytes(self, numel: int) -> int:
+        """What they take in a file."""
+        return len(self.positions) * (position_dtype(numel).itemsize + self.values.element_size())
+
+    def __str__(self) -> str:
+        count = len(self.positions)
+        return f"{count:,} outlier{'s' * (count > 1)}"
+
+    def put(self, weight: Tensor) -> Tensor:
+        """Into a contiguous weight, which is changed and returned."""
+        weight.view(-1)[self.positions.to(weight.device)] = self.values.to(weight.device)
+        return weight
+
+
+def position_dtype(numel: int) -> torch.dtype:
+    """Of the positions in a tensor of so many weights, in a file."""
+    return torch.uint32 if numel <= 2**32 else torch.int64
 
 
 class Piece(NamedTuple):
@@ -74,6 +104,7 @@ def decode(
     shape: Sequence[int],
     dim: int,
     dtype: torch.dtype,
+    outliers: Outliers | None = None,
 ) -> Tensor:
     """The weight of this shape and dtype.  Besides it, memory is taken by a piece of it only.
 
@@ -95,7 +126,8 @@ def decode(
         values = own.join(vectors).view(own.rows, own.columns).view(centroids.dtype)
         weight[piece.rows, piece.columns] = products(values, _scales(scales, piece, weight), exponent, dtype)
         at = end
-    return weight.view(tuple(shape))
+    weight = weight.view(tuple(shape))
+    return weight if outliers is None else outliers.put(weight)
 
 
 def products(centroids: Tensor, scales: Tensor | None, exponent: int, dtype: torch.dtype) -> Tensor:

@@ -97,6 +97,8 @@ def aqlm_layer(each: Described) -> Layer | str:
     assert isinstance(content, Codes)
     out, width = each.shape
     bits, dim = content.bits, content.dim
+    if content.outliers is not None:
+        return f"AQLM stores no value besides codes, and this has {content.outliers}"
     if VECTOR % dim or bits * (VECTOR // dim) > BITS:
         return f"AQLM's codes have 8 bits for 8 weights, and this is {content.spec.label}"
     if width % VECTOR:

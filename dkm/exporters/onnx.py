@@ -175,7 +175,7 @@ def _put_back(graph: Any, job: Job, found: list[str]) -> list[Row]:
 def _row(each: Described, size: int) -> Row:
     own = each.content
     if isinstance(own, Codes):
-        return Row.of(each, f"{own.bits}-bit codes", size)
+        return Row.of(each, f"{own.bits}-bit codes" + (f", {own.outliers}" if own.outliers is not None else ""), size)
     return Row.of(each, str(own.dtype).removeprefix("torch."), size)
 
 

@@ -5,6 +5,7 @@
     NAME/centroids  those of all groups, 16 bit or FLOAT8E4M3FN: Cast; Gather by the codes, to which the first place of
                     a group is added
     NAME/scales     16 bit: Cast, Mul
+    NAME/positions, NAME/outliers  INT64, and the tensor's dtype: Cast, ScatterElements
 
 A Reshape, with a Transpose where groups are tiles, gives the weight, NAME.  Opset 19 has all of these operators.
 """
@@ -105,6 +106,11 @@ def _decoded(nodes: Nodes, each: Described, own: Codes) -> ir.Value:
         value = nodes.op("Mul", value, nodes.constant(2.0**own.exponent, dtype))
     if each.dtype in HALVES and (own.scales is not None or own.exponent or own.centroids.dtype != each.dtype):
         value = nodes.cast(nodes.cast(value, each.dtype), dtype)
+    if own.outliers is not None:
+        positions = nodes.store(f"{each.name}/positions", own.outliers.positions)
+        values = nodes.cast(nodes.store(f"{each.name}/outliers", own.outliers.values), dtype)
+        value = nodes.op("ScatterElements", nodes.reshape(value, [-1]), positions, values, axis=0)
+        value = nodes.reshape(value, each.shape)
     return value
 
 

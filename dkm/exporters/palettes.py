@@ -55,6 +55,8 @@ def palette(each: Described, dtype: torch.dtype) -> Palette | str:
     """
     content = each.content
     assert isinstance(content, Codes)
+    if content.outliers is not None:
+        return f"Core ML's palettes store no value besides indices, and this has {content.outliers}"
     width = next((width for width in WIDTHS if width >= content.bits), None)
     if width is None:
         return f"Core ML has indices of at most {WIDTHS[-1]} bits, and these have {content.bits}"

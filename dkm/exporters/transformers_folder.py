@@ -1,9 +1,10 @@
 """Target `transformers`: a folder with packed codes, which `from_pretrained` reads where dkm is imported.
 
-A clustered tensor NAME is stored as bytes: its packed codes as NAME, and `NAME_centroids` and `NAME_scales`; the
-`quantization_config` says what they are, see `formats/parts.py`.  The codes have one dimension more than the weight, so
-a transformers without dkm finds a tensor of another shape than it expects, and refuses the folder.  Their first
-dimension is that of the weight, because transformers fits the bias of a head to it where it ties the weight.
+A clustered tensor NAME is stored as bytes: its packed codes as NAME, `NAME_centroids`, and perhaps `NAME_scales`,
+`NAME_positions` and `NAME_outliers`; the `quantization_config` says what they are, see `formats/parts.py`.  The codes
+have one dimension more than the weight, so a transformers without dkm finds a tensor of another shape than it expects,
+and refuses the folder.  Their first dimension is that of the weight, because transformers fits the bias of a head to it
+where it ties the weight.
 """
 
 import math
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..formats.described import Codes, Described
-from ..formats.parts import from_parts, to_parts
+from ..formats.parts import from_parts, sizes, to_parts
 from ..foundation.text import size_text
 from .pretrained import read_quantization, read_weights, write_folder
 from .target import Checked, Job, Row, Target, largest_difference, register
@@ -62,7 +63,7 @@ class Transformers(Target):
             if isinstance(each.content, Tensor):
                 found = state[each.name].to(own.dtype)
             else:
-                kinds = ("codes", "centroids", *(["scales"] if each.content.scales is not None else []))
+                kinds = sizes(each.name, entries[each.name], str(path))
                 parts = {kind: state[part_name(each.name, kind)] for kind in kinds}
                 parts["codes"] = parts["codes"].view(-1)[: len(each.content.packed)]
                 found = from_parts(each.name, entries[each.name], parts, str(path)).values()

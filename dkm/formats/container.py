@@ -3,7 +3,7 @@
 A safetensors file whose metadata holds
 
     format      "dkm"
-    version     "1", or "2" or "3" where a tensor needs what came with it; a reader refuses any other
+    version     "1", or "2" to "4" where a tensor needs what came with it; a reader refuses any other
     tensors     JSON: NAME -> {"shape", "dtype"} and, where clustered, {"bits", "dim"} and perhaps those of KEYS
     ties        JSON: NAME -> the NAME it shares its values with
     checksum    SHA-256, in hexadecimal, of the whole file with these 64 characters as zeros
@@ -32,6 +32,7 @@ KEYS: dict[str, set[str]] = {  # of a clustered tensor besides shape, dtype, bit
     "1": set(),
     "2": {"exponent", "group", "scaled"},
     "3": {"exponent", "group", "scaled", "coding"},
+    "4": {"exponent", "group", "scaled", "coding", "outliers"},
 }
 BLANK = "0" * 64
 HEADER_LIMIT = 100_000_000  # bytes: the limit that safetensors itself has

@@ -38,9 +38,19 @@ class Line(NamedTuple):
         return 0 if self.content.scales is None else self.content.scales.nbytes
 
     @property
+    def outliers(self) -> int:
+        """Bytes."""
+        return 0 if self.content.outliers is None else self.content.outliers.nbytes(self.each.numel)
+
+    @property
+    def outlier_count(self) -> int:
+        """How many weights have values of their own."""
+        return 0 if self.content.outliers is None else len(self.content.outliers.values)
+
+    @property
     def bytes(self) -> int:
         """All that the tensor takes in the file."""
-        return self.stored + self.centroids + self.scales
+        return self.stored + self.centroids + self.scales + self.outliers
 
     @property
     def entropy(self) -> float:
@@ -79,6 +89,8 @@ class Line(NamedTuple):
             code_bytes=self.stored,
             centroid_bytes=self.centroids,
             scale_bytes=self.scales,
+            outliers=self.outlier_count,
+            outlier_bytes=self.outliers,
             packed_bytes=self.codes.packed,
             coded_bytes=self.codes.coded,
             entropy=self.entropy,
@@ -144,13 +156,15 @@ def describe(path: str | os.PathLike[str], columns: int = 100) -> str:
     codes = sum(line.stored for line in lines)
     centroids, scales = sum(line.centroids for line in lines), sum(line.scales for line in lines)
     scaled = f", scales {scales:,} bytes" if scales else ""
+    beside = sum(line.outliers for line in lines)
+    apart = f", {sum(line.outlier_count for line in lines):,} outliers {beside:,} bytes" if beside else ""
     kept = sum(map(_nbytes, others))
     ties = f"; {tied} tied names" if tied else ""
     return "\n".join(
         [
             table([head, *(line.cells() for line in lines)], "<<>>>>>>>><", columns, spare=spare),
             "",
-            f"{len(lines)} clustered tensors; codes {codes:,} bytes, centroids {centroids:,} bytes{scaled}",
+            f"{len(lines)} clustered tensors; codes {codes:,} bytes, centroids {centroids:,} bytes{scaled}{apart}",
             f"codes: {totals(line.codes for line in lines)}",
             f"{len(others)} other tensors, {kept:,} bytes{ties}",
             f"{size:,} bytes in all, {dense / size:.1f} times smaller than the {dense:,} bytes of the model",

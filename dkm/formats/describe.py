@@ -73,7 +73,8 @@ def _codes(clustered: Clustered, weight: Tensor) -> Codes:
     C, codes = clustered.codes(weight)
     spec = clustered.spec
     scales = clustered.stored_scales(weight)
-    return Codes(spec.bits, spec.dim, clustered.shift, pack(codes, spec.bits), C, spec.group, scales)
+    outliers = clustered.outliers(weight)
+    return Codes(spec.bits, spec.dim, clustered.shift, pack(codes, spec.bits), C, spec.group, scales, outliers)
 
 
 def _check_finite(name: str, weight: Tensor, clustered: Clustered | None) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..clustering.decode import decode
+from ..clustering.decode import Outliers, decode
 from ..clustering.groups import Group, Grouping
 from ..clustering.precision import FLOAT8
 from ..clustering.spec import Spec
@@ -28,6 +28,7 @@ class Codes:
     centroids: Tensor  # (2^bits, dim) or, where there is a group, (groups, 2^bits, dim); 16 bit or E4M3
     group: Group | None = None  # which weights share a codebook; None: all of the tensor
     scales: Tensor | None = None  # (shape[0],), 16 bit: what the rows were divided by
+    outliers: Outliers | None = None  # weights with values of their own; their codes say nothing
 
     @property
     def spec(self) -> Spec:
@@ -79,4 +80,5 @@ class Described:
             shape=self.shape,
             dim=own.dim,
             dtype=self.dtype,
+            outliers=own.outliers,
         )

@@ -3,6 +3,7 @@
     codes/NAME       uint8 (bytes,)          a clustered tensor's indices, packed (see codec.py) or entropy-coded
     centroids/NAME   (k, dim)                its centroids, 16 or 8 bit; (groups, k, dim) where there are groups
     scales/NAME      16 bit (shape[0],)      the scales of its rows, where it has any
+    positions/NAME   (m,), outliers/NAME (m,)  weights with values of their own, where it has any
     dense/NAME       any                     a parameter or buffer that is not clustered
 
 `container.py` says what else the container holds, and `rules.py` what every reader refuses.  `clustering/decode.py`
@@ -10,6 +11,7 @@ makes a clustered tensor's values of these.  NAMEs are the keys of the plain mod
 either in the container's `tensors` or in its `ties`.
 """
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..clustering.decode import Outliers
 from ..foundation.atomic import write_atomically
 from ..foundation.errors import FileError
 from ..foundation.text import shown
@@ -147,23 +150,25 @@ def size(model: nn.Module, *, dtype: torch.dtype = torch.float16, coding: str = 
             shape=tensor.shape,
             kind="",
             spec=tensor.content().spec,
-            reason="clustered",
             aliases=tuple(names[1:]),
+            **_of_clustered(tensor.content().outliers, math.prod(tensor.shape)),
         )
         for names, tensor in packed_tensors(model)
     ]
     for owned in walk:
         tensor, clustered = owned.tensor, owned.clustered
-        spec = None if clustered is None else clustered.spec
+        facts: dict[str, Any] = {"reason": "kept"}
+        if clustered is not None:
+            facts = _of_clustered(clustered.outliers(tensor), tensor.numel())
         rows.append(
             Row(
                 name=owned.name,
                 shape=tuple(tensor.shape),
                 kind="",
-                spec=spec,
-                reason="kept" if spec is None else "clustered",
+                spec=None if clustered is None else clustered.spec,
                 aliases=owned.aliases,
                 width=kept_width(tensor),
+                **facts,
             )
         )
     codes: dict[str, CodeBytes] = {}
@@ -184,6 +189,13 @@ def size(model: nn.Module, *, dtype: torch.dtype = torch.float16, coding: str = 
     )
     own = {name: CodeBytes(*numbers[1 + 3 * i : 4 + 3 * i]) for i, name in enumerate(names)}
     return Size(tuple(rows), file_bytes=numbers[0], codes=own)
+
+
+def _of_clustered(outliers: Outliers | None, numel: int) -> dict[str, Any]:
+    """What the row of a clustered tensor says about its outliers."""
+    if outliers is None:
+        return {"reason": "clustered"}
+    return {"reason": f"clustered, {outliers}", "beside": 8 * outliers.nbytes(numel)}
 
 
 def encode(model: nn.Module, dtype: torch.dtype = torch.float16, coding: str = "packed") -> bytes:
@@ -212,6 +224,9 @@ def encode_all(tensors: Iterable[Described], coding: str = "packed") -> bytes:
             keep(f"centroids/{each.name}", own.centroids if coded is None else coded.centroids)
             if own.scales is not None:
                 keep(f"scales/{each.name}", own.scales)
+            if own.outliers is not None:
+                keep(f"positions/{each.name}", own.outliers.stored_positions(each.numel))
+                keep(f"outliers/{each.name}", own.outliers.values)
         else:
             keep(f"dense/{each.name}", each.content)
     return to_bytes(entries, ties, arrays) if entries else b""

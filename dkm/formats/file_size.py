@@ -19,7 +19,8 @@ class FileCount:
     """Counts the bytes of the file that `save` would write of a model, with packed codes.
 
     It is exact: a file with zeros in the place of all values is made, in memory.  Entropy-coded files are no larger.  A
-    training can change this only where it takes all values of a kept tensor out of the range of float16.
+    training can change this only where it takes all values of a kept tensor out of the range of float16, and by the
+    outliers of a method that has any, of which a plan knows nothing.
     """
 
     name = "in the file"

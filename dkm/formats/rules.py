@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..clustering.decode import all_finite
+from ..clustering.decode import Outliers, all_finite, position_dtype
 from ..clustering.groups import Group, Grouping
 from ..clustering.precision import FLOAT8, LARGEST_EXPONENT, MAX_BITS
 from ..foundation.errors import FileError
@@ -36,6 +36,7 @@ from .entropy import LARGEST_GAIN, decode
 
 METADATA = {"format", "version", "tensors", "ties", "checksum"}
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # of a tensor's dtype in the model
+PACKED_KEYS = KEYS[max(KEYS)] - {"coding"}  # of a clustered tensor with packed codes, besides those of all versions
 CLUSTERED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # what can be clustered
 SIXTEEN = (torch.float16, torch.bfloat16)  # of scales, and of centroids
 LARGEST_GROUP = 2**60  # rows and columns of a group are less
@@ -53,6 +54,8 @@ class Packed:
     codes: Array  # uint8 (bytes,): see codec.py or, where they are coded, entropy.py
     centroids: Array  # 16 bit or E4M3 (2^bits, dim), or (groups, 2^bits, dim) where there is a group
     scales: Array | None  # 16 bit (shape[0],)
+    positions: Array | None = None  # (m,): of outliers
+    outliers: Array | None = None  # (m,), of the tensor's dtype
 
     def read(self, shape: tuple[int, ...]) -> Codes:
         """A copy of it, apart from the file; ValueError for entropy-coded codes that nothing is coded as."""
@@ -65,7 +68,14 @@ class Packed:
             centroids=self.centroids.tensor(),
             group=self.group,
             scales=None if self.scales is None else self.scales.tensor(),
+            outliers=None if self.outliers is None else self.read_outliers(),
         )
+
+    def read_outliers(self) -> Outliers:
+        """A copy of them."""
+        assert self.positions is not None
+        assert self.outliers is not None
+        return Outliers(self.positions.tensor().to(torch.int64), self.outliers.tensor())
 
 
 @dataclass(frozen=True)
@@ -122,9 +132,9 @@ def read(data: bytes, name: str) -> Contents:
 
 
 def layout(name: str, entry: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of the packed codes, of the centroids and, where there are any, of the scales of a clustered tensor
-    with this entry of version 2; Contradiction where there can be no such tensor."""
-    keys = entry.keys() - KEYS["2"] if isinstance(entry, dict) else set()
+    """The shapes of the packed codes, of the centroids and, where there are any, of the scales and the outliers of a
+    clustered tensor with this entry; Contradiction where there can be no such tensor."""
+    keys = entry.keys() - PACKED_KEYS if isinstance(entry, dict) else set()
     if keys != {"shape", "dtype", "bits", "dim"}:
         raise Contradiction(f"the entry of {shown(name)} is not that of a clustered tensor")
     shape, facts = checked_shape(entry["shape"], name), _facts(name, entry)
@@ -135,15 +145,19 @@ def layout(name: str, entry: Any) -> dict[str, tuple[int, ...]]:
     found = {
         "codes": [packed_size(grouping.codes, facts["bits"])],
         "centroids": [*groups, 2 ** facts["bits"], facts["dim"]],
-        "scales": [shape[0] if shape else 1],
     }
-    return {kind: checked_shape(own, name) for kind, own in found.items() if kind != "scales" or "scaled" in entry}
+    found |= {"scales": [shape[0] if shape else 1]} if "scaled" in entry else {}
+    if "outliers" in entry:
+        _dtype(name, entry)
+        count = _outlier_count(name, entry, math.prod(shape))
+        found |= {"positions": [count], "outliers": [count]}
+    return {kind: checked_shape(own, name) for kind, own in found.items()}
 
 
 def tensor(name: str, entry: dict[str, Any], arrays: Mapping[str, Array]) -> Described:
-    """The clustered tensor of an entry of version 2 and its `arrays`, by their kinds; Contradiction where they do not
-    obey the rules."""
-    checked = _entry(name, entry, {f"{kind}/{name}": array for kind, array in arrays.items()}, "2")
+    """The clustered tensor of an entry that `layout` has checked, and its `arrays`, by their kinds; Contradiction where
+    they do not obey the rules."""
+    checked = _entry(name, entry, {f"{kind}/{name}": array for kind, array in arrays.items()}, max(KEYS))
     assert isinstance(checked.content, Packed)
     return Described(name, checked.shape, checked.dtype, checked.content.read(checked.shape))
 
@@ -185,18 +199,31 @@ def _entry(name: str, entry: Any, arrays: Mapping[str, Array], version: str) -> 
         keys = keys - KEYS[version]
     if keys not in ({"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}):
         raise Contradiction(f"the entry of {shown(name)} is not shape and dtype, or shape, dtype, bits and dim")
-    if not isinstance(entry["dtype"], str) or entry["dtype"] not in NAMES:
-        raise Contradiction(f"{shown(name)} has an unknown dtype")
-    shape, dtype = checked_shape(entry["shape"], name), NAMES[entry["dtype"]]
+    shape, dtype = checked_shape(entry["shape"], name), _dtype(name, entry)
     if "bits" in entry:
         packed = _packed(name, entry, arrays)
         _check_packed(name, Entry(shape, dtype, packed), packed)
+        if "outliers" in entry:
+            _check_outliers(name, packed, _outlier_count(name, entry, math.prod(shape)), math.prod(shape), dtype)
         if version == "1" and packed.centroids.dtype == FLOAT8:
             raise Contradiction(f"the centroids of {shown(name)} are 8-bit floats, which version 1 does not have")
         return Entry(shape, dtype, packed)
     array = _array("dense", name, arrays)
     _check_dense(name, shape, dtype, array)
     return Entry(shape, dtype, array)
+
+
+def _dtype(name: str, entry: Mapping[str, Any]) -> torch.dtype:
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in NAMES:
+        raise Contradiction(f"{shown(name)} has an unknown dtype")
+    return NAMES[entry["dtype"]]
+
+
+def _outlier_count(name: str, entry: Mapping[str, Any], numel: int) -> int:
+    count = entry["outliers"]
+    if not is_size(count) or not 1 <= count <= numel:
+        raise Contradiction(f"the outliers of {shown(name)} are not an integer from 1 to {numel}")
+    return int(count)
 
 
 def _packed(name: str, entry: Mapping[str, Any], arrays: Mapping[str, Array]) -> Packed:
@@ -209,6 +236,8 @@ def _packed(name: str, entry: Mapping[str, Any], arrays: Mapping[str, Array]) ->
         codes=_array("codes", name, arrays),
         centroids=_array("centroids", name, arrays),
         scales=_array("scales", name, arrays) if "scaled" in entry else None,
+        positions=_array("positions", name, arrays) if "outliers" in entry else None,
+        outliers=_array("outliers", name, arrays) if "outliers" in entry else None,
     )
 
 
@@ -292,6 +321,23 @@ def _checked_scales(name: str, shape: tuple[int, ...], array: Array) -> Tensor:
     return scales
 
 
+def _check_outliers(name: str, packed: Packed, count: int, numel: int, dtype: torch.dtype) -> None:
+    kinds = {"positions": (packed.positions, position_dtype(numel)), "outliers": (packed.outliers, dtype)}
+    for kind, (array, wanted) in kinds.items():
+        assert array is not None
+        if array.dtype != wanted or array.shape != (count,):
+            raise Contradiction(
+                f"the {count} {'values' if kind == 'outliers' else kind} of the outliers of {shown(name)} are not "
+                f"{wanted} of shape ({count},), but {array.dtype} of shape {array.shape}"
+            )
+    found = packed.read_outliers()
+    if not bool(found.values.isfinite().all()):
+        raise Contradiction(f"the outliers of {shown(name)} are not all finite")
+    positions = found.positions
+    if int(positions[0]) < 0 or int(positions[-1]) >= numel or not bool((positions.diff() > 0).all()):
+        raise Contradiction(f"the positions of the outliers of {shown(name)} do not rise from 0 to less than {numel}")
+
+
 def _check_dense(name: str, shape: tuple[int, ...], dtype: torch.dtype, array: Array) -> None:
     if array.shape != shape:
         raise Contradiction(f"{shown(name)} has shape {shape}, and values of shape {array.shape}")
@@ -313,8 +359,9 @@ def _check_no_others(arrays: Mapping[str, Array], entries: Mapping[str, Entry]) 
     needed = set()
     for name, entry in entries.items():
         kinds = {"codes", "centroids"} if isinstance(entry.content, Packed) else {"dense"}
-        if isinstance(entry.content, Packed) and entry.content.scales is not None:
-            kinds.add("scales")
+        if isinstance(entry.content, Packed):
+            kinds |= {"scales"} if entry.content.scales is not None else set()
+            kinds |= {"positions", "outliers"} if entry.content.outliers is not None else set()
         needed |= {f"{kind}/{name}" for kind in kinds}
     for name in arrays.keys() - needed:
         raise Contradiction(f"the array {shown(name)} belongs to no tensor")

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..clustering.assign import assign, assign_groups
 from ..clustering.cluster import Clustering
-from ..clustering.decode import products
+from ..clustering.decode import Outliers, products
 from ..clustering.groups import Group, Grouping
 from ..clustering.initialize import init_centroids
 from ..clustering.initialize_groups import init_group_centroids
@@ -327,6 +327,10 @@ class Clustered(Needs, ABC):
     def stored_scales(self, weight: Tensor) -> Tensor | None:
         """The scales of the rows as the file holds them, in 16 bits; None where there are none."""
         return None if self.scales is None else self.scales.half()
+
+    def outliers(self, weight: Tensor) -> Outliers | None:
+        """The weights that are no centroid but stay as they are, in evaluation and in the file; None where all are."""
+        return None
 
     @torch.no_grad()
     def snapped(self, weight: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class Needs(nn.Module):
     """
 
     needs: ClassVar[tuple[str, ...]] = ()  # of NEEDS
+    sees_gradients: ClassVar[bool] = False  # whether batches are shown by gradients, not by what comes to the modules
     method: ClassVar[str] = ""  # the name that it is registered under
     layers: ClassVar[tuple[type[nn.Module], ...]] = ()  # the only ones it can be used in, where `compute` is its own
 
@@ -80,6 +81,11 @@ class Needs(nn.Module):
 
     def observe(self, module: nn.Module, name: str, inputs: tuple[Any, ...]) -> None:
         """A batch has come to the module that computes with the weight; `name` is that of the weight."""
+        raise NotImplementedError
+
+    def observe_gradient(self, gradient: Tensor) -> None:
+        """A batch has come, and this is the derivative of a random number by the weight, see `training.distill.probe`:
+        the mean of its squares is what a change of each value does to the answers."""
         raise NotImplementedError
 
     def calibrate(self, weight: Tensor, name: str) -> None:

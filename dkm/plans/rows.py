@@ -24,6 +24,7 @@ class Row:
     aliases: tuple[str, ...] = ()  # other names of the same tensor
     width: int = 16  # bits per value where the tensor is kept
     frozen: bool = False  # requires no gradient
+    beside: int = 0  # bits of what is stored besides codes, centroids and scales: outliers
 
     @property
     def parameters(self) -> int:
@@ -65,8 +66,8 @@ class Row:
 
     @property
     def stored_bits(self) -> int:
-        """Codes, centroids and scales, or 16 bit per value: the paper's count."""
-        return self.parameters * self.width if self.spec is None else self.spec.stored_bits(self.shape)
+        """Codes, centroids, scales and outliers, or 16 bit per value: the paper's count."""
+        return self.parameters * self.width if self.spec is None else self.spec.stored_bits(self.shape) + self.beside
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..clustering.decode import as_runs, products
+from ..clustering.decode import Outliers, as_runs, products
 from ..clustering.spec import Spec
 from ..clustering.vectors import compute_dtype
 from ..formats.described import Codes
@@ -32,6 +32,8 @@ class PackedWeight(PackedTensor):
     codes: Tensor  # (bytes,) uint8: the codes of the file, packed as in formats/codec.py
     centroids: Tensor  # (k, dim) or, where there are groups, (groups, k, dim); 16 bit or E4M3
     scales: Tensor | None  # (shape[0],), 16 bit
+    positions: Tensor | None  # (m,) int64: of weights with values of their own
+    outliers: Tensor | None  # (m,), of the tensor's dtype in the file
     facts: Tensor  # what is static, as integers, so that a state_dict of another tensor is refused
     like: Tensor  # empty, of the dtype that weights are computed in
 
@@ -46,7 +48,11 @@ class PackedWeight(PackedTensor):
         self.register_buffer("codes", content.packed)
         self.register_buffer("centroids", content.centroids)
         self.register_buffer("scales", content.scales)
-        self.register_buffer("facts", torch.tensor(_facts(self.spec, self.shape, self.exponent, source)))
+        own = content.outliers
+        self.register_buffer("positions", None if own is None else own.positions)
+        self.register_buffer("outliers", None if own is None else own.values)
+        facts = _facts(self.spec, self.shape, self.exponent, source)
+        self.register_buffer("facts", torch.tensor(facts if own is None else [*facts, -len(own.values)]))
         self.register_buffer("like", torch.empty(0, dtype=dtype or source), persistent=False)
 
     @property
@@ -62,12 +68,15 @@ class PackedWeight(PackedTensor):
     def content(self) -> Codes:
         """What a file has of it.  Nothing is copied."""
         own = self.spec
-        return Codes(own.bits, own.dim, self.exponent, self.codes, self.centroids, own.group, self.scales)
+        apart = None
+        if self.positions is not None and self.outliers is not None:
+            apart = Outliers(self.positions, self.outliers)
+        return Codes(own.bits, own.dim, self.exponent, self.codes, self.centroids, own.group, self.scales, apart)
 
     @property
     def nbytes(self) -> int:
         """The memory that it takes."""
-        own = (self.codes, self.centroids, self.scales)
+        own = (self.codes, self.centroids, self.scales, self.positions, self.outliers)
         return sum(tensor.nbytes for tensor in own if tensor is not None)
 
     def dense(self) -> Tensor:
@@ -94,7 +103,8 @@ class PackedWeight(PackedTensor):
         if self.straddles():
             return self.take(torch.arange(start, stop, device=self.device))
         values = self._of_runs(start, stop) if own.rows == 1 else self._of_tiles(start, stop)
-        return self._scaled(values.view(stop - start, self.pitch), slice(start, stop)).view(-1, *self.shape[1:])
+        values = self._scaled(values.view(stop - start, self.pitch), slice(start, stop))
+        return self._with_outliers(values, start).view(-1, *self.shape[1:])
 
     def take(self, rows: Tensor) -> Tensor:
         """The weights of these rows, `(len(rows), *shape[1:])`, for integers from 0 to `shape[0] - 1`."""
@@ -113,7 +123,12 @@ class PackedWeight(PackedTensor):
             places, groups, offsets = self._places(rows)
             found = numbers_at(self.codes, bits, places)
             values = self._table(0, self.grouping.count).view(-1)[((groups << bits) + found) * dim + offsets]
-        return self._scaled(values.view(-1, self.pitch), rows).view(-1, *self.shape[1:])
+        values = self._scaled(values.view(-1, self.pitch), rows)
+        if self.positions is not None and self.outliers is not None:
+            wanted = rows.long()[:, None] * self.pitch + torch.arange(self.pitch, device=self.device)
+            at = torch.searchsorted(self.positions, wanted).clamp(max=len(self.positions) - 1)
+            values = torch.where(self.positions[at] == wanted, self.outliers.to(self.dtype)[at], values)
+        return values.view(-1, *self.shape[1:])
 
     def straddles(self) -> bool:
         """Whether a vector has weights of two rows of a tile, or a run ends with a part of one: rare, and slow."""
@@ -214,10 +229,21 @@ class PackedWeight(PackedTensor):
             return values
         return products(values, self.scales[rows][:, None], self.exponent, self.source).to(self.dtype)
 
+    def _with_outliers(self, values: Tensor, start: int) -> Tensor:
+        """`(rows, pitch)` weights from this row on, with the outliers among them in their places."""
+        if self.positions is None or self.outliers is None:
+            return values
+        n = values.numel()
+        places = self.positions - start * self.pitch
+        places = torch.where((places >= 0) & (places < n), places, n)  # those of other rows go beyond the end
+        padded = torch.cat([values.reshape(-1), values.new_zeros(1)])
+        padded[places] = self.outliers.to(values.dtype)
+        return padded[:n].view(values.shape)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedWeight":
-        """What `.to` and `.half` do.  As integers, centroids and scales keep their dtypes."""
+        """What `.to` and `.half` do.  As integers, centroids, scales and outliers keep their dtypes."""
         own: dict[str, Any] = self._buffers
-        dtypes = {name: own[name].dtype for name in ("centroids", "scales") if own[name] is not None}
+        dtypes = {name: own[name].dtype for name in ("centroids", "scales", "outliers") if own[name] is not None}
         for name, dtype in dtypes.items():
             own[name] = own[name].view(AS_INTEGERS[dtype.itemsize])
         try:
@@ -242,7 +268,7 @@ class PackedWeight(PackedTensor):
         return f"{self.spec.label}, shape={self.shape}, dtype={self.dtype}"
 
 
-AS_INTEGERS = {1: torch.uint8, 2: torch.int16}
+AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _facts(spec: Spec, shape: tuple[int, ...], exponent: int, source: torch.dtype) -> list[int]:

@@ -43,11 +43,25 @@ def distill(student: Any, teacher: Any, *, temperature: float = 1.0) -> Tensor:
     return divergence * (temperature**2 * ours.shape[-1] / ours.numel())
 
 
-def _logits(output: Any, whose: str) -> Tensor:
+def _logits(output: Any, whose: str, call: str = "distill") -> Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        raise TypeError(f"distill needs the {whose}'s logits, a tensor or an output with .logits, got {type(output)}")
+        raise TypeError(f"{call} needs the {whose}'s logits, a tensor or an output with .logits, got {type(output)}")
     return logits.float() if logits.element_size() < 4 else logits
+
+
+def probe(output: Any, generator: torch.Generator) -> Tensor:
+    """`()`: a random number; the mean square of its derivatives is the second derivative of the divergence of answers.
+
+    The second derivative of the divergence by the logits is diag(p) - p p', for the probabilities p.  A random vector
+    of which this is the covariance, times the logits, makes such a number.
+    """
+    logits = _logits(output, "model", "calibrate_")
+    roots = logits.detach().softmax(-1).sqrt()
+    signs = torch.randint(0, 2, logits.shape, generator=generator, dtype=torch.int8).to(logits.device)
+    noise = roots * (2 * signs - 1)
+    noise = noise - roots.square() * (roots * noise).sum(-1, keepdim=True)
+    return (noise * logits).sum() * (logits.shape[-1] / logits.numel()) ** 0.5
 
 
 PROBES = 4  # at least; with two, what the weights of small tensors are worth is known to half of it only
@@ -91,18 +105,10 @@ class Divergence:
     def probes(self, model: nn.Module) -> Iterator[Tensor]:
         """Random numbers, always the same ones; the mean of the squares of their derivatives by a weight is the second
         derivative of the divergence by this weight, as Gauss and Newton approximate it.
-
-        The second derivative of the divergence by the logits is diag(p) - p p', for the probabilities p.  A random
-        vector of which this is the covariance, times the logits, makes such a number.
         """
         generator = torch.Generator().manual_seed(0)
         for i in range(self.passes):
-            logits = _logits(self._answer(model, self.batches[i % len(self.batches)]), "student")
-            roots = logits.detach().softmax(-1).sqrt()
-            signs = torch.randint(0, 2, logits.shape, generator=generator, dtype=torch.int8).to(logits.device)
-            noise = roots * (2 * signs - 1)
-            noise = noise - roots.square() * (roots * noise).sum(-1, keepdim=True)
-            yield (noise * logits).sum() * (logits.shape[-1] / logits.numel()) ** 0.5
+            yield probe(self._answer(model, self.batches[i % len(self.batches)]), generator)
 
     def _answer(self, model: nn.Module, batch: Any) -> Any:
         norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]

@@ -4,14 +4,16 @@ Models of other methods are left alone, so that a script may have these lines fo
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..modelling.clustered import Clustered
-from ..modelling.parameters import clustered_parameters, clusterings
+from ..modelling.parameters import clustered_parameters, clusterings, unwrapped
 from .batchnorm import feed
+from .distill import probe
 
 
 def method_loss(model: nn.Module) -> Tensor:
@@ -42,29 +44,42 @@ def calibrate_(
 
     A batch is what `recalibrate_` takes; labels are ignored.  The model runs in evaluation mode with its weights as
     they are, not clustered; its modes are as before afterwards.  A method that needs no batches is not shown any.
-    Where there are several processes, show all of them the same batches.
+    Where there are several processes, show all of them the same batches.  A method that sees gradients, such as
+    escq, needs the model's answers, which are logits: `forward` returns them.
     """
     targets = [(owned, clustered) for owned, clustered in clustered_parameters(model) if "batches" in clustered.needs]
     if not targets:
         return model
     device = next(model.parameters()).device
     modes = {module: module.training for module in model.modules()}
+    trained = [(owned, owned.tensor.requires_grad) for owned, _ in targets]
+    generator = torch.Generator().manual_seed(0)
     hooks = []
     seen = 0
     try:
         model.eval()
         for owned, clustered in targets:
             clustered.dense = True
-            for module, _ in owned.owners:
-                hooks.append(module.register_forward_pre_hook(_watcher(clustered, owned.name)))
+            if not clustered.sees_gradients:
+                for module, _ in owned.owners:
+                    hooks.append(module.register_forward_pre_hook(_watcher(clustered, owned.name)))
+        by_gradients = [(owned.tensor, clustered) for owned, clustered in targets if clustered.sees_gradients]
+        for tensor, _ in by_gradients:
+            tensor.requires_grad_(True)
+        network = unwrapped(model)  # where there are gradients, a wrapper would wait for a backward pass
         for batch in batches:
-            _ = feed(model, batch, device) if forward is None else forward(model, batch)
+            with torch.set_grad_enabled(bool(by_gradients)), _differentiable(network, bool(by_gradients)):
+                output = feed(network, batch, device) if forward is None else forward(network, batch)
+                if by_gradients:
+                    _show_gradients(by_gradients, output, generator)
             seen += 1
     finally:
         for hook in hooks:
             hook.remove()
         for _owned, clustered in targets:
             clustered.dense = False
+        for owned, was_trained in trained:
+            owned.tensor.requires_grad_(was_trained)
         for module, mode in modes.items():
             module.training = mode
     if not seen:
@@ -74,6 +89,26 @@ def calibrate_(
     for _, clustered in targets:
         clustered.give("batches")
     return model
+
+
+DRAWS = 4  # of random numbers for each batch
+
+
+def _show_gradients(shown: list[tuple[nn.Parameter, Clustered]], output: Any, generator: torch.Generator) -> None:
+    """The derivatives of random numbers that the model's answers make, to the weights that want them."""
+    tensors = [tensor for tensor, _ in shown]
+    for left in reversed(range(DRAWS)):
+        number = probe(output, generator)
+        found = torch.autograd.grad(number, tensors, retain_graph=left > 0, allow_unused=True)
+        for (_, clustered), gradient in zip(shown, found, strict=True):
+            if gradient is not None:
+                clustered.observe_gradient(gradient)
+
+
+def _differentiable(model: nn.Module, needed: bool) -> AbstractContextManager[Any]:
+    """cuDNN's recurrent layers have no gradient in evaluation mode; PyTorch's own have."""
+    recurrent = needed and any(isinstance(module, nn.RNNBase) for module in model.modules())
+    return torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext()
 
 
 def _watcher(clustered: Clustered, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:

@@ -233,10 +233,20 @@ def test_an_option_of_the_method_reaches_it(place: Path, monkeypatch):
     assert "--method-option p=0.25" in json.loads(Path("run/result.json").read_text())["command"]
 
 
-@pytest.mark.parametrize("method", ["atb", "soft-sharing", "rps", "profit", "meta-quant", "lr-net"])
+@pytest.mark.parametrize("method", ["atb", "escq", "soft-sharing", "rps", "profit", "meta-quant", "lr-net"])
 def test_a_method_gets_what_it_needs(place: Path, method: str):
     call("compress", *flags(method=method))
     assert json.loads(Path("run/result.json").read_text())["finished"]
+
+
+def test_outliers_count(place: Path, capsys):
+    call("compress", *flags(method="gobo"), "--method-option", "threshold=0")
+    found, plan = (json.loads(Path(f"run/{name}.json").read_text()) for name in ("result", "plan"))
+    outliers = sum(size for name, size in found["file"].items() if name.startswith(("positions/", "outliers/")))
+    assert outliers > 0
+    assert found["bytes_paper"] == plan["bytes"] + outliers
+    call("inspect", "run")
+    assert " outliers " in capsys.readouterr().out
 
 
 def test_a_method_that_cannot_have_what_it_needs(place: Path, capsys):

@@ -91,7 +91,9 @@ def test_inspect(capsys: pytest.CaptureFixture):
     assert (first["name"], first["bits"], first["dim"], first["centroids"], first["groups"]) == ("0.weight", 2, 1, 4, 1)
     assert first["centroids_used"] == len(loaded["0.weight"].unique())
     assert sum(first["histogram"]) == loaded["0.weight"].numel()
-    assert first["bytes"] == first["code_bytes"] + first["centroid_bytes"] + first["scale_bytes"]
+    assert (
+        first["bytes"] == first["code_bytes"] + first["centroid_bytes"] + first["scale_bytes"] + first["outlier_bytes"]
+    )
 
 
 @pytest.mark.parametrize("words", [["eval", "nowhere"], ["plan", "network.py:network", "x:"], ["inspect", "no.dkm"]])

@@ -10,11 +10,13 @@ import pytest
 pytest.importorskip("transformers")
 import torch
 import transformers
+from dkm_files import tensor, with_outliers
 from safetensors.torch import load_file
 from small_language import make_language_model
 from torch import Tensor, nn
 
 import dkm
+from dkm.clustering.spec import Spec
 from dkm.exporters.aqlm import aqlm_layer
 from dkm.formats.described import Codes, Described
 
@@ -175,3 +177,9 @@ def test_other_models_are_refused(tmp_path: Path):
     with pytest.raises(dkm.ExportError, match=r"a model of transformers.*this is a Sequential"):
         dkm.export(model, tmp_path / "out", to="aqlm")
     assert not list(tmp_path.iterdir())
+
+
+def test_outliers_do_not_fit():
+    each = tensor("weight", (4, 16), Spec(1))
+    assert not isinstance(aqlm_layer(each), str)
+    assert aqlm_layer(with_outliers(each, 10)) == "AQLM stores no value besides codes, and this has 7 outliers"

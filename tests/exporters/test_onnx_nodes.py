@@ -10,6 +10,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx_ir")
 import onnx_ir as ir
 import onnxruntime
+from dkm_files import apart
 
 from dkm.clustering.groups import Group
 from dkm.clustering.precision import FLOAT8
@@ -64,6 +65,13 @@ def assert_exact(each: Described) -> None:
 def test_all_numbers_of_bits(bits: int):
     for dim, shape in ((1, (5, 7)), (3, (4, 3, 3, 3)), (16, (9, 11)), (1, (16,))):
         assert_exact(clustered(Spec(bits, dim), shape))
+
+
+@pytest.mark.parametrize(
+    "each", [each for each in apart() if isinstance(each.content, Codes)], ids=lambda each: each.name
+)
+def test_outliers(each: Described):
+    assert_exact(each)
 
 
 GROUPS = {

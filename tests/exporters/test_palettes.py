@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dkm_files import tensor
+from dkm_files import tensor, with_outliers
 
 from dkm.clustering.groups import Group
 from dkm.clustering.spec import Spec
@@ -60,6 +60,11 @@ def test_what_does_not_fit_says_why(case: tuple[tuple[int, ...], Spec]):
     found = palette(tensor("weight", *case), torch.float16)
     assert isinstance(found, str)
     assert NO_FIT[case] in found
+
+
+def test_outliers_do_not_fit():
+    found = palette(with_outliers(tensor("weight", (8, 6), Spec(2)), 10), torch.float16)
+    assert found == "Core ML's palettes store no value besides indices, and this has 5 outliers"
 
 
 def test_values_that_the_precision_does_not_hold():

@@ -171,7 +171,7 @@ def test_an_inconsistent_file(case, path):
 
 
 def test_a_newer_version_says_upgrade(path):
-    path.write_bytes(sealed(CODES, version="4", tensors=json.dumps({"w": ENTRY})))
-    with pytest.raises(dkm.FileError, match="version 4, this dkm reads up to 3: upgrade torch-dkm") as caught:
+    path.write_bytes(sealed(CODES, version="5", tensors=json.dumps({"w": ENTRY})))
+    with pytest.raises(dkm.FileError, match="version 5, this dkm reads up to 4: upgrade torch-dkm") as caught:
         dkm.load(path)
     assert str(path) in str(caught.value)

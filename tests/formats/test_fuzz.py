@@ -18,7 +18,7 @@ import pytest
 import safetensors.torch
 import strict_reader
 import torch
-from dkm_files import BLANK, coded, empty_like, grouped
+from dkm_files import BLANK, apart, coded, empty_like, grouped
 from file_parts import File, Pairs, Raw, sealed, taken_apart
 from memory_limit import limited_memory
 from samples import SAMPLES
@@ -51,7 +51,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
     "wide": (SAMPLES["layers"], torch.float32),
     "narrow": (narrow, torch.float8_e5m2),
 }
-TENSORS: dict[str, Callable[[], list[Described]]] = {"groups": grouped, "coded": coded}  # the models that are lists
+TENSORS: dict[str, Callable[[], list[Described]]] = {"groups": grouped, "coded": coded, "outliers": apart}  # lists
 NAMES = [*MODELS, *TENSORS]
 
 
@@ -59,7 +59,7 @@ NAMES = [*MODELS, *TENSORS]
 def good(name: str) -> bytes:
     torch.manual_seed(0)
     if name in TENSORS:
-        return encode_all(TENSORS[name](), coding="entropy" if name == "coded" else "packed")
+        return encode_all(TENSORS[name](), coding="packed" if name == "groups" else "entropy")
     make, dtype = MODELS[name]
     return encode(make(), dtype)
 
@@ -78,6 +78,7 @@ ODD_VALUES = [
         "",
         "2",
         "3",
+        "4",
         "ans",
         "ANS",
         "١",
@@ -234,14 +235,14 @@ def reshape(file: File, rng: random.Random) -> None:
 def cluster_anew(file: File, rng: random.Random) -> None:
     """A clustered tensor gets other bits, dim, group, codes, centroids and scales, and one of the numbers may be wrong.
 
-    In version 1, it gets neither a group nor scales, and its codes are entropy-coded in version 3 only.
+    In version 1, it gets neither a group nor scales, and its codes are entropy-coded from version 3 on only.
     """
     name, entry = rng.choice([(name, entry) for name, entry in file.tensors if "bits" in dict(entry)])
     bits, dim, off = rng.randint(1, 6 if rng.random() < 0.8 else 12), rng.randint(1, 6), [0] * 6
     if rng.random() < 0.5:
         off[rng.randrange(6)] = rng.choice([-1, 1])
     shape, version = dict(entry)["shape"], dict(file.meta)["version"]
-    newer, codable = version in ("2", "3"), version == "3" and rng.random() < 0.7
+    newer, codable = version in ("2", "3", "4"), version in ("3", "4") and rng.random() < 0.7
     if math.prod(shape) > 10_000:  # by an earlier alteration
         return
     sizes = [rng.randint(1, 9), rng.randint(1, 12)]
@@ -305,6 +306,49 @@ def code_anew(file: File, rng: random.Random) -> None:
     file.lay_out()
 
 
+def change_outliers(file: File, rng: random.Random) -> None:
+    """A clustered tensor gets outliers, or others, and something about them may be wrong."""
+    names = [(name, entry) for name, entry in file.tensors if "bits" in dict(entry)]
+    name, entry = rng.choice([each for each in names if "outliers" in dict(each[1])] * 3 + names)
+    shape, dtype = dict(entry)["shape"], dict(entry)["dtype"]
+    numel = math.prod(shape)
+    if numel > 10_000 or (dict(file.meta)["version"] != "4" and rng.random() < 0.9):
+        return
+    count = rng.randint(1, min(numel, 9))
+    positions = sorted(rng.sample(range(numel), count))
+    kind = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
+    width = np.dtype(strict_reader.STORED[kind]).itemsize
+    values = np.arange(1, count + 1).astype("<u4").repeat(width // 4 or 1)[: count * width // 4 + 1].tobytes()
+    values, lengths = values[: count * width], [count, count, count]
+    harm = rng.choice([*["no"] * 6, "order", "twice", "far", "dtype", "nan", "count", "length", "wide"])
+    if harm == "order":
+        rng.shuffle(positions)
+    elif harm == "twice":
+        positions[rng.randrange(count)] = rng.choice(positions)
+    elif harm == "far":
+        positions[-1] = rng.choice([numel, numel + 1, 2**32 - 1])
+    elif harm == "dtype":
+        kind = rng.choice(["F64", "F32", "F16", "BF16", "I32"])
+    elif harm == "nan":
+        values = values[:-width] + rng.choice([b"\xff", b"\x00"]) * (width - 2) + b"\x80\x7f"
+    elif harm in ("count", "length"):
+        lengths[rng.randrange(3)] += rng.choice([-1, 1])
+    wide = 8 if harm == "wide" else 4
+    places = np.array(positions, f"<u{wide}").tobytes()
+    set_or_add(entry, "outliers", lengths[2])
+    arrays = {
+        "positions": ("I64" if harm == "wide" else "U32", [lengths[0]], places.ljust(99, b"\0")[: wide * lengths[0]]),
+        "outliers": (kind, [lengths[1]], values.ljust(99, b"\0")[: width * lengths[1]]),
+    }
+    replace_arrays(file, name, arrays)
+
+
+def set_or_add(entry: Pairs, key: str, value: Any) -> None:
+    if key not in dict(entry):
+        entry.append((key, value))
+    set_key(entry, key, value)
+
+
 def some_floats(count: int, dtype: str, rng: random.Random, positive: bool = False) -> bytes:
     """Mostly finite ones of moderate size."""
     width = np.dtype(strict_reader.STORED[dtype]).itemsize
@@ -317,8 +361,8 @@ def some_floats(count: int, dtype: str, rng: random.Random, positive: bool = Fal
 
 
 def replace_arrays(file: File, name: str, arrays: dict[str, tuple[str, list[int], bytes]]) -> None:
-    """The arrays of a clustered tensor become these: dtype, shape and data of each kind."""
-    own = {f"{kind}/{name}" for kind in ("codes", "centroids", "scales")}
+    """Arrays of a clustered tensor become these: dtype, shape and data of each kind."""
+    own = {f"{kind}/{name}" for kind in (*arrays, *(["scales"] if "codes" in arrays else []))}
     kept = [(array, data) for array, data in zip(file.arrays, file.data, strict=True) if array[0] not in own]
     for kind, (dtype, shape, data) in arrays.items():
         entry = Pairs([("dtype", dtype), ("shape", shape), ("data_offsets", [])])
@@ -330,12 +374,13 @@ def replace_arrays(file: File, name: str, arrays: dict[str, tuple[str, list[int]
 ALTERATIONS = [
     *(change_a_value, drop_a_key, add_a_key, repeat_a_key, rename, tie),
     *(change_bytes, change_length, reorder, change_dtype, reshape, cluster_anew, cluster_anew, code_anew, code_anew),
+    *(change_outliers, change_outliers),
 ]
 
 
 def altered(rng: random.Random) -> tuple[str, bytes]:
     """A model's name, and a file that was one of that model."""
-    name = rng.choice([*NAMES, *["groups", "coded"] * 3])
+    name = rng.choice([*NAMES, *TENSORS, *TENSORS, *TENSORS])
     file = taken_apart(good(name))
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         try:

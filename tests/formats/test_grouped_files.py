@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import strict_reader
 import torch
-from dkm_files import BLANK, built, coded, empty_like, every_dtype, grouped, header, tensor
+from dkm_files import BLANK, apart, built, coded, empty_like, every_dtype, grouped, header, tensor
 from memory_limit import limited_memory
 from samples import GOLDEN, SAMPLES
 from torch import nn
@@ -26,7 +26,7 @@ from dkm.formats.dkm_file import decode, encode, encode_all
 DOCUMENT = Path(__file__).parents[2] / "docs" / "file-format.md"
 
 
-FILES = {"groups": (grouped, "packed"), "coded": (coded, "entropy")}
+FILES = {"groups": (grouped, "packed"), "coded": (coded, "entropy"), "outliers": (apart, "entropy")}
 
 
 @pytest.mark.parametrize("file", FILES)

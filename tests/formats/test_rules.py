@@ -184,7 +184,7 @@ for case, (offsets, length, words) in LAYOUTS.items():
     CONTRADICTIONS[case] = (raw(header("".join(entries)), bytes(length)), words)
 REFUSED = {case: (data, f"intact but contradicts itself .*{words}") for case, (data, words) in CONTRADICTIONS.items()}
 REFUSED |= {case: (data, f"not an intact .dkm file .*({words})") for case, (data, words) in NOT_INTACT.items()}
-REFUSED["version 4"] = (version('"4"'), "format version 4, this dkm reads up to 3: upgrade torch-dkm")
+REFUSED["version 5"] = (version('"5"'), "format version 5, this dkm reads up to 4: upgrade torch-dkm")
 REFUSED["version of 5000 digits"] = (version('"' + "9" * 5000 + '"'), "format version 999.*: upgrade torch-dkm")
 
 

@@ -10,6 +10,7 @@ from samples import grid
 from torch import Tensor, nn
 
 import dkm
+from dkm.clustering.decode import Outliers
 from dkm.clustering.groups import Group
 from dkm.clustering.precision import stored_dtype
 from dkm.clustering.spec import Spec
@@ -19,7 +20,7 @@ from dkm.formats.described import Codes, Described
 
 BLANK = "0" * 64
 STORED = {torch.uint8: "U8", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.bool: "BOOL"}
-STORED |= {torch.int64: "I64", torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3"}
+STORED |= {torch.int64: "I64", torch.uint32: "U32", torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3"}
 STORED |= {torch.float8_e5m2: "F8_E5M2"}
 
 
@@ -137,6 +138,29 @@ def coded() -> list[Described]:
         constant,
         skewed("few", (5, 7), Spec(3)),
         tensor("even", (24, 32), Spec(2)),
+        Described("kept", (3,), torch.float32, grid(3)),
+    ]
+
+
+def with_outliers(each: Described, every: int) -> Described:
+    """The same, with an outlier at each place of so many, the last one included."""
+    positions = torch.arange(each.numel - 1, -1, -every).flip(0)
+    values = ((torch.arange(len(positions)) * 37 % 19 - 9) / 3).to(each.dtype)
+    return replace(each, content=replace(each.content, outliers=Outliers(positions, values)))
+
+
+def apart() -> list[Described]:
+    """Tensors with outliers, of every dtype, and with all that a tensor may have besides."""
+    small = {"dtype": torch.bfloat16, "exponent": -20}
+    return [
+        with_outliers(tensor("plain", (9, 5), Spec(2)), 7),
+        with_outliers(tensor("vectors", (4, 3, 2), Spec(1, 4, group=Group(1)), dtype=torch.float16), 5),
+        with_outliers(tensor("tiles", (10, 3, 7), Spec(3, 3, scaled=True, group=Group(4, 8), float8=True)), 50),
+        with_outliers(tensor("runs", (7, 11), Spec(4, 1, scaled=True, group=Group(None, 24)), **small), 30),
+        with_outliers(tensor("long", (3, 4), Spec(2, 5, group=Group(8, 64)), dtype=torch.float64), 1),
+        with_outliers(skewed("coded", (30, 41), Spec(3)), 100),
+        with_outliers(tensor("number", (), Spec(1, 2)), 1),
+        tensor("none", (6, 4), Spec(2)),
         Described("kept", (3,), torch.float32, grid(3)),
     ]
 

@@ -7,7 +7,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -104,6 +104,7 @@ def read(data: bytes) -> dict[str, Tensor]:
         need(isinstance(entry, dict))
         newer = {"1": set(), "2": {"exponent", "group", "scaled"}}
         newer["3"] = newer["2"] | {"coding"}
+        newer["4"] = newer["3"] | {"outliers"}
         newer = newer[meta["version"]] if "bits" in entry else set()
         need(set(entry) - newer in ({"shape", "dtype"}, {"shape", "dtype", "bits", "dim"}))
     kinds = ("F16", "BF16") if meta["version"] == "1" else ("F16", "BF16", "F8_E4M3")
@@ -128,7 +129,7 @@ def opened(data: bytes) -> tuple[dict[str, Any], bytes]:
     except UnicodeDecodeError:
         raise Refused from None
     meta = header.get("__metadata__")
-    need(isinstance(meta, dict) and meta.get("format") == "dkm" and meta.get("version") in ("1", "2", "3"))
+    need(isinstance(meta, dict) and meta.get("format") == "dkm" and meta.get("version") in ("1", "2", "3", "4"))
     checksum = meta.get("checksum")
     need(isinstance(checksum, str) and re.fullmatch("[0-9a-f]{64}", checksum))
     quoted = f'"checksum":"{checksum}"'.encode()
@@ -182,6 +183,8 @@ def tensor(name: str, entry: Any, arrays: dict[str, tuple[str, list[int], bytes]
     need(isinstance(dtype, str) and dtype in WIDTHS)
     if "bits" in entry:
         values = clustered(name, entry, arrays)
+        if "outliers" in entry:
+            values = outliers(name, entry, arrays, values)
     else:
         need(f"dense/{name}" in arrays)
         kind, stored_shape, data = arrays.pop(f"dense/{name}")
@@ -229,6 +232,23 @@ def clustered(name: str, entry: dict[str, Any], arrays: dict[str, tuple[str, lis
         largest = abs(centroids).max(keepdims=True) * scales.max() * power
         need(np.isfinite(centroids).all() and np.isfinite(cast(largest, entry["dtype"])).all())
         return cast(matrix.reshape(len(scales), -1) * scales[:, None] * power, entry["dtype"]).reshape(-1)
+
+
+def outliers(name: str, entry: dict[str, Any], arrays: dict[str, Any], values: np.ndarray) -> np.ndarray:
+    """The values of a clustered tensor, with those that it has of its own in their places."""
+    N, count = math.prod(entry["shape"]), entry["outliers"]
+    need(integer(count, 1) and f"positions/{name}" in arrays and f"outliers/{name}" in arrays)
+    kind, shape, data = arrays.pop(f"positions/{name}")
+    need(kind == ("U32" if N <= 2**32 else "I64") and shape == [count])
+    positions = values_of(kind, data).tolist()
+    need(all(one < other for one, other in pairwise(positions)) and positions[0] >= 0 and positions[-1] < N)
+    kind, shape, data = arrays.pop(f"outliers/{name}")
+    need(NAMES[kind] == entry["dtype"] and shape == [count])
+    own = values_of(kind, data)
+    need(np.isfinite(own).all())
+    values = np.array(values, own.dtype)
+    values[positions] = own
+    return values
 
 
 def decoded(data: bytes, k: int, n: int) -> list[int]:

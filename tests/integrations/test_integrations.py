@@ -115,7 +115,7 @@ class TestTransformers:
         assert resumed.state.global_step == 6
         assert (tmp_path / "resumed" / "model.dkm").read_bytes() == (tmp_path / "whole" / "model.dkm").read_bytes()
 
-    @pytest.mark.parametrize("method", ["atb", "profit", "soft-sharing", "rps", "meta-quant", "lr-net"])
+    @pytest.mark.parametrize("method", ["atb", "escq", "profit", "soft-sharing", "rps", "meta-quant", "lr-net"])
     def test_methods_get_what_they_need(self, method: str, tmp_path: Path):
         callback = functools.partial(TransformersCallback, within(method, "bert.encoder*:3/2"), method=method)
         self.trainer(self.bert, tmp_path / "whole", [callback()]).train()
@@ -257,7 +257,7 @@ class TestLightning:
         whole = fit(tmp_path / "whole")
         assert fit(tmp_path / "resumed", tmp_path / "whole" / "epoch=0.ckpt") == whole
 
-    @pytest.mark.parametrize("method", ["atb", "profit", "soft-sharing", "rps", "meta-quant", "lr-net"])
+    @pytest.mark.parametrize("method", ["atb", "escq", "profit", "soft-sharing", "rps", "meta-quant", "lr-net"])
     def test_methods_get_what_they_need(self, method: str, tmp_path: Path):
         def fit(out: Path, ckpt_path: Path | None = None) -> bytes:
             callback = LightningCallback(within(method, "0:3/3, 4:3/2"), module="model", method=method)

@@ -113,6 +113,23 @@ def test_a_folder_from_a_file(tmp_path: Path):
     torch.testing.assert_close(loaded(x).logits, plain(x).logits)
 
 
+def test_outliers(tmp_path: Path):
+    make_language_model(tmp_path / "model")
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    dkm.compress_(model, "*.q_proj:3, *.k_proj:2 scaled, *.embed_tokens:4", method="gobo", threshold=-0.5)
+    sizes = dkm.size(model)
+    assert all("outlier" in row.reason for row in sizes.clustered)
+    dkm.save(model, tmp_path / "model.dkm")
+    expected = dkm.load(tmp_path / "model.dkm")
+    save_pretrained(model, tmp_path / "out")
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert len(packed_tensors(loaded)) == len(sizes.clustered)
+    loaded.save_pretrained(tmp_path / "again")
+    for found in (loaded, hf.AutoModelForCausalLM.from_pretrained(tmp_path / "again")):
+        state = found.dequantize().state_dict()
+        assert all(torch.equal(state[name], value.to(state[name].dtype)) for name, value in expected.items())
+
+
 def test_shards(tmp_path: Path):
     model = compressed(tmp_path)
     save_pretrained(model, tmp_path / "one")

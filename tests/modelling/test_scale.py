@@ -25,7 +25,8 @@ def clustered_layer(exponent: int, plan: str, **options) -> nn.Linear:
         layer.weight.copy_(torch.randn(30, 24, generator=generator) * 2.0 ** (exponent - 5))
     dkm.compress_(layer, plan, **({"steps": 4} | options))
     dkm.method_loss(layer)  # for those methods that would miss it
-    return dkm.calibrate_(layer, [torch.randn(40, 24, generator=generator)])
+    # of a scale for which the answers are those of the weight itself
+    return dkm.calibrate_(layer, [torch.randn(40, 24, generator=generator) * 2.0**-exponent])
 
 
 def trained(exponent: int, plan: str, **options) -> tuple[list[Tensor], Tensor, list[int]]:
@@ -60,7 +61,8 @@ def test_every_method(method: str, exponent: int):
     plan = within(method, "weight:3/2")
     soft, snapped, _ = trained(exponent, plan, method=method)
     assert all(values.isfinite().all() for values in soft)
-    assert len(snapped.view(-1, int(plan[-1])).unique(dim=0)) <= 8
+    outliers = 2 if method == "gobo" else 0
+    assert len(snapped.view(-1, int(plan[-1])).unique(dim=0)) <= 8 + outliers
     error = (snapped - trained(0, plan, method=method)[1]).abs().max()
     assert error < 0.2 if method in ("gumbel", "quant_noise") else error < 1e-3  # those two draw by the weight's bits
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from dkm_files import coded, grouped, skewed, tensor
+from dkm_files import apart, coded, grouped, skewed, tensor, with_outliers
 
 from dkm.clustering.groups import Group
 from dkm.clustering.spec import Spec
@@ -12,7 +12,7 @@ from dkm.formats.described import Codes, Described
 from dkm.runtime import packed as module
 from dkm.runtime.packed import PackedWeight
 
-CASES = [each for each in [*grouped(), *coded()] if isinstance(each.content, Codes)]
+CASES = [each for each in [*grouped(), *coded(), *apart()] if isinstance(each.content, Codes)]
 
 
 def packed(each: Described, dtype: torch.dtype | None = None) -> PackedWeight:
@@ -32,7 +32,8 @@ def some_tensor(rng: random.Random) -> Described:
         group=group,
         float8=rng.random() < 0.3,
     )
-    return skewed("some", shape, spec, dtype=stored, exponent=rng.choice([0, 0, 3, -20]))
+    each = skewed("some", shape, spec, dtype=stored, exponent=rng.choice([0, 0, 3, -20]))
+    return each if rng.random() < 0.5 else with_outliers(each, rng.randint(1, 99))
 
 
 def check(each: Described, rng: random.Random) -> None:
@@ -79,6 +80,21 @@ def test_dtypes_of_what_is_stored_stay():
     assert weight.centroids.dtype == torch.float8_e4m3fn
     assert weight.scales.dtype == torch.float16
     assert torch.equal(weight.dense(), expected)
+
+
+def test_outliers_stay_as_they_are_whatever_the_dtype():
+    each = with_outliers(tensor("each", (12, 8), Spec(3, scaled=True)), 7)
+    weight, expected = packed(each), each.values()
+    assert weight.to(torch.bfloat16).outliers.dtype == torch.float32
+    assert torch.equal(weight.dense(), expected.bfloat16())
+    assert torch.equal(weight.to(torch.float32).dense(), expected)
+    assert packed(each).nbytes == packed(tensor("each", (12, 8), Spec(3, scaled=True))).nbytes + 14 * 12
+    other = with_outliers(tensor("each", (12, 8), Spec(3, scaled=True)), 7)
+    other.content.outliers.positions[0] = 1
+    weight.load_state_dict(packed(other).state_dict())
+    assert torch.equal(weight.dense(), other.values())
+    with pytest.raises(RuntimeError, match="and the state is of another"):
+        weight.load_state_dict(packed(with_outliers(tensor("each", (12, 8), Spec(3, scaled=True)), 9)).state_dict())
 
 
 def test_a_state_dict_goes_into_an_equal_one_only():

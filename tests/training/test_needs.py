@@ -82,7 +82,7 @@ def test_several_batches_for_a_step_and_reads_without_gradient_are_no_mistake():
     step(model, whole=False)
 
 
-@pytest.mark.parametrize("method", ["atb", "profit", "soft-sharing", "rps"])
+@pytest.mark.parametrize("method", ["atb", "escq", "profit", "soft-sharing", "rps"])
 def test_a_checkpoint_knows_what_was_given(method: str, tmp_path: Path):
     model = dkm.calibrate_(network(method), [X])
     step(model, whole=True)

@@ -273,6 +273,7 @@ class _Run:
         assert self.plan is not None  # since `start`
         sizes = array_sizes(self.folder.model.read_bytes())
         dense, file_bytes = 4 * self.plan.parameters, sum(sizes.values())
+        outliers = sum(size for name, size in sizes.items() if name.startswith(("positions/", "outliers/")))
         task, before = self.stage.task, self.before
         name = task.measure.name
         result = Result(
@@ -281,7 +282,7 @@ class _Run:
             before=before.figures(task.measure),
             after=after.figures(task.measure),
             bytes_dense=dense,
-            bytes_paper=self.plan.bytes,
+            bytes_paper=self.plan.bytes + outliers,  # of which the plan knows nothing
             bytes_file=file_bytes,
             file=sizes,
             ratio=dense / file_bytes,

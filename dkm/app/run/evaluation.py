@@ -130,10 +130,10 @@ def calibrate(stage: Stage, model: nn.Module) -> None:
             calibrate_(model, stage.sample(CALIBRATION), forward=_forward(stage))
 
 
-def _forward(stage: Stage) -> Callable[[nn.Module, Any], None]:
-    def forward(model: nn.Module, batch: Any) -> None:
+def _forward(stage: Stage) -> Callable[[nn.Module, Any], Any]:
+    def forward(model: nn.Module, batch: Any) -> Any:
         args, kwargs, _ = stage.task.split(batch)
-        model(*args, **kwargs)
+        return model(*args, **kwargs)
 
     return forward
 

@@ -14,12 +14,14 @@
     profit        a clipped uniform quantiser, fewer bits by and by, and layers frozen one after the other
     meta-quant    MetaQuant: a small network learns the gradient of a quantised weight
     lr-net        LR-Net: a distribution over two or three values, and layers that sample their outputs
+    escq          k-means that minimises the error and the entropy of the codes together
+    gobo          GOBO: outliers stay as they are, the others are clustered by their absolute error
 
 Importing this package registers them.
 """
 
 from . import dkm, hard, gumbel, deep_compression, quant_noise, bwn, abc_net, ewgs, atb, soft_sharing  # isort: skip  # in the order of the table above
-from . import rps, profit, meta_quant, lr_net  # isort: skip
+from . import rps, profit, meta_quant, lr_net, escq, gobo  # isort: skip
 from .registry import METHODS, named, option_names, register
 
 __all__ = [
@@ -29,7 +31,9 @@ __all__ = [
     "bwn",
     "deep_compression",
     "dkm",
+    "escq",
     "ewgs",
+    "gobo",
     "gumbel",
     "hard",
     "lr_net",

@@ -10,19 +10,24 @@ from torch import Tensor
 from ...clustering.assign import assign
 from ...clustering.cluster import Clustering
 from ...clustering.initialize import lloyd_1d, sorted_values
-from ...clustering.options import StartOptions, option
+from ...clustering.options import MethodOptions, StartOptions, option
 from ...clustering.vectors import compute_dtype, from_vectors, to_vectors
 from ..clustered import Clustered, squared_error
 from .registry import register
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepCompressionOptions(StartOptions):
-    """What Deep Compression takes."""
+class SharingOptions(MethodOptions):
+    """What a method takes whose clusters are frozen and whose centroids train."""
 
     gradient_scale: str = option(
         "mean", "each weight gets its cluster's mean gradient, or the sum, as in the paper", choices=("mean", "sum")
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepCompressionOptions(StartOptions, SharingOptions):
+    """What Deep Compression takes."""
 
 
 @register("dc")
@@ -42,7 +47,7 @@ class DeepCompression(Clustered):
     One more buffer: `cluster_of`, (n,) uint8, or int16 above 8 bits.
     """
 
-    Options: ClassVar[type[StartOptions]] = DeepCompressionOptions
+    Options: ClassVar[type[MethodOptions]] = DeepCompressionOptions
     paper: ClassVar[str] = "Han 2016"
     options: DeepCompressionOptions
     cluster_of: Tensor

@@ -40,6 +40,7 @@ def computes(x: Tensor, weight: PackedWeight) -> bool:
         and not (torch.is_grad_enabled() and x.requires_grad)
         and not torch.is_autocast_enabled(x.device.type)
         and not weight.straddles()
+        and weight.positions is None  # of outliers, which are no centroids
     )
 
 

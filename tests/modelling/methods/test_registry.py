@@ -33,6 +33,7 @@ def test_a_temperature_where_there_is_none(method: str, tau):
         ("abc-net", dict(init="random"), "init"),
         ("ewgs", dict(init="random"), "init"),
         ("profit", dict(init="random"), "init"),
+        ("gobo", dict(init="random"), "init"),
     ],
 )
 def test_an_option_that_means_nothing(method: str, options: dict, named: str):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from dkm_files import skewed, tensor
+from dkm_files import skewed, tensor, with_outliers
 
 from dkm.clustering.groups import Group
 from dkm.clustering.spec import Spec
@@ -104,4 +104,6 @@ def test_what_it_computes():
     with torch.autocast(DEVICE, torch.bfloat16):
         assert not computes(x, weight)
     each = tensor("weight", (10, 16), Spec(2, 3, group=Group(4, 8)))
+    assert not computes(x, PackedWeight(each.content, each.shape, each.dtype).to(DEVICE))
+    each = with_outliers(tensor("weight", (10, 16), Spec(2)), 9)
     assert not computes(x, PackedWeight(each.content, each.shape, each.dtype).to(DEVICE))

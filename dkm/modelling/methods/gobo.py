@@ -58,7 +58,7 @@ class GOBO(DeepCompression):
     Options: ClassVar[type[MethodOptions]] = GOBOOptions
     only_scalars: ClassVar[bool] = True
     paper: ClassVar[str] = "Zadeh 2020"
-    options: GOBOOptions
+    options: GOBOOptions  # type: ignore[assignment]  # it has its own way to start, and no `init`
     is_outlier: Tensor
 
     def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):

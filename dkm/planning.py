@@ -29,8 +29,12 @@ def plan(
     Args:
         loss: `model -> number`, lower is better; `dkm.divergence(model, batches)` makes one that needs few evaluations.
         candidates: to choose from: pairs of bits and dim, texts as in a plan such as "2 scaled".
-        rounds: how often the choice is improved by measuring it as a whole (2).
-        seed: of the k-means, as in `compress_`.
+        allocator: how to choose.  "dkm" (the default) by what each tensor costs; "hawq" by the traces of Hessians, for
+            which the loss is a tensor with its gradient; "haq" by a search that measures whole plans.
+        rounds: of dkm: how often the choice is improved by measuring it as a whole (2).
+        vectors: of hawq: how many random vectors the traces are estimated with (32).
+        episodes: of haq: how many plans it tries (600).
+        seed: of the k-means, as in `compress_`, and of what hawq and haq draw at random.
         progress: is called after each piece of work, with what is done and how much of it there is, by kind.
         measured: a dict, or what is like one, of what was measured before; the same model, loss and seed are yours to
             see to.  What is in it is not measured again, and what is measured is added.

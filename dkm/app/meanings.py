@@ -5,6 +5,11 @@ MEANINGS: dict[str, dict[str, str]] = {
         "packed": "as many bits for each code as the plan says",
         "entropy": "fewer bits for frequent codes: the same weights in a smaller file, which loads more slowly",
     },
+    "allocator": {
+        "dkm": "by what each costs the loss",
+        "hawq": "by how strongly the loss curves in each layer, as HAWQ-v2 does; a few dozen backward passes",
+        "haq": "by trying hundreds of plans, from which an agent learns, as HAQ does",
+    },
     "teacher": {
         "none": "from the labels",
         "self": "from the model as it was before; needs no labels, and few examples",

@@ -11,6 +11,7 @@ import rich.progress
 from ..foundation.text import clock_text, size_text
 from ..plans.bench import GRADIENT, KMEANS, LOSS, Progress
 from ..plans.rows import Plan
+from .meanings import MEANINGS
 from .measures import ACCURACY, MEASURES, Measure, Score, named_measure
 from .pace import Pace, WorkPace, speed_text
 from .processes import rank
@@ -100,8 +101,8 @@ class Screen(Listener):
             self.stop()
         return True
 
-    def choosing_begins(self, size: str) -> None:
-        self.note(f"choosing bits and dim for {size} by what each costs the loss ...")
+    def choosing_begins(self, size: str, allocator: str) -> None:
+        self.note(f"choosing bits and dim for {size} {MEANINGS['allocator'][allocator].partition(';')[0]} ...")
         self.work_pace, self.shown_share = WorkPace({GRADIENT: (LOSS, 3.0), KMEANS: (LOSS, 1.0)}), 0.0
         if self.console.is_terminal:
             columns = rich.progress

@@ -23,6 +23,7 @@ from ..clustering import temperature
 from ..clustering.options import DKMOptions
 from ..formats.entropy import CODINGS, check_coding
 from ..modelling.methods import METHODS, named
+from ..plans.target_size import ALLOCATORS
 from .errors import Problem, as_problems
 from .own_code import load_function
 
@@ -87,6 +88,10 @@ class Settings:
         "1.0MB or 40kB: choose the bits of all layers that --plan leaves open for a file of this size",
         _MODEL,
         word="SIZE",
+    )
+    allocator: str = _setting("dkm", "how bits are chosen for --target-size", _MODEL, choices=tuple(ALLOCATORS))
+    episodes: int | None = _setting(
+        None, "with --allocator haq: how many plans it tries; without: 600", _MODEL, word="N", least=1
     )
     out: str | None = _setting(
         None, "the folder for the file, the report and the log; a new or empty one", _MODEL, word="FOLDER"
@@ -280,6 +285,8 @@ def _check_training(settings: Settings) -> None:
             raise Problem(f"{flag(name)} is about a teacher: give --teacher self, or leave it out")
     if settings.weights_key is not None and settings.weights in (None, "none"):
         raise Problem("--weights-key is about a file of weights: give --weights FILE, or leave it out")
+    if settings.episodes is not None and settings.allocator != "haq":
+        raise Problem("--episodes is about haq: give --allocator haq, or leave it out")
     if settings.samples is not None and OWN_SAMPLES not in settings.data:
         raise Problem(f"--samples is about the model's own texts: give --data {OWN_SAMPLES}, or leave it out")
     if not _DEVICE.fullmatch(settings.device):

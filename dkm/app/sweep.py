@@ -13,6 +13,7 @@ from .places import located
 from .settings import flag, make, read
 
 SWEPT = ("plan", "target_size")  # each value is a run
+FOR_SIZES = ("allocator", "episodes")  # settings that say nothing to the run of a plan
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class Sweep:
                     name, number = f"{folder_name(value)}-{number}", number + 1
                 taken.add(name)
                 yield Planned(setting, value, self.folder / name)
+
+    def settings_of(self, planned: Planned) -> dict[str, Any]:
+        """What a run has in common with the others, and what it has of its own."""
+        left_out = FOR_SIZES if planned.setting == "plan" else ()
+        common = {name: value for name, value in self.common.items() if name not in left_out}
+        return common | {planned.setting: planned.value, "out": str(planned.folder)}
 
     def write(self) -> None:
         """Write `sweep.toml`, so that the sweep can be resumed."""
@@ -96,7 +103,7 @@ def open_sweep(values: dict[str, Sequence[str]], given: dict[str, Any], config: 
     if not any(sweep.values.values()):
         raise Problem("how small? give --plan or --target-size, each as often as there are to be runs")
     for planned in sweep.runs():
-        make(sweep.common, {planned.setting: planned.value})  # a wrong setting is found before the first run begins
+        make(sweep.settings_of(planned))  # a wrong setting is found before the first run begins
     return sweep
 
 

@@ -9,7 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..foundation.errors import PlanError
+from ..modelling.hessian import NoSecondDerivative, trace_samples
 from .candidates import Candidate, Original
 
 WORST = 1e9  # the cost of a loss that is not finite
@@ -32,6 +35,14 @@ class SecondOrder(Protocol):
     def probes(self, model: nn.Module) -> Iterator[Tensor]:
         """Random numbers that depend on the weights.  The mean of the squares of their derivatives by a weight is the
         second derivative of the loss by this weight, as Gauss and Newton approximate it."""
+
+
+@runtime_checkable
+class Terms(Protocol):
+    """A loss that is the mean of several terms, one for each batch, which need not be in memory together."""
+
+    def terms(self, model: nn.Module) -> Sequence[Callable[[], Tensor]]:
+        """Functions, each of which computes a term with its gradient."""
 
 
 @dataclass
@@ -75,6 +86,8 @@ class Bench:
         self.measured, self.progress = measured, progress
         self.uncompressed: Combination = [None] * len(tensors)
         self.present = self.uncompressed
+        self.room = 0  # for so many more snapped weights, which are remembered
+        self.snapped: dict[Candidate, Tensor] = {}
         self.modes = {part: part.training for part in model.modules()}
 
     def __enter__(self) -> "Bench":
@@ -149,11 +162,9 @@ class Bench:
 
             return hook
 
-        with contextlib.ExitStack() as after:
+        with self._gradients(), contextlib.ExitStack() as after:
             for tensor, own, into in zip(self.tensors, self.tested, found, strict=True):
-                after.callback(tensor.requires_grad_, tensor.requires_grad)
-                after.enter_context(_removed(tensor.requires_grad_(True).register_hook(add(own, into))))
-            after.enter_context(torch.enable_grad())
+                after.enter_context(_removed(tensor.register_hook(add(own, into))))
             for number in self.measure.probes(self.model):
                 if number.requires_grad:  # else no tensor has any influence
                     torch.autograd.grad(number, list(self.tensors), allow_unused=True)
@@ -161,12 +172,55 @@ class Bench:
                 self.progress.add(GRADIENT)
         return [total / max(1, count) for total in found]
 
+    def traces(self, vectors: int, seed: int) -> list[float]:
+        """The trace of the second derivative of the loss by each tensor of the uncompressed model, from at least so
+        many products with random vectors: one for each term of the loss, where there are more."""
+        key = _key(GRADIENT, self.uncompressed, f"traces {vectors} {seed}")
+        if key in self.measured:
+            self.progress.add(GRADIENT, vectors, now=False)
+            return list(self.measured[key])
+        self._put(self.uncompressed)
+        terms = (
+            self.measure.terms(self.model) if isinstance(self.measure, Terms) else [lambda: self.measure(self.model)]
+        )
+        each = -(-vectors // len(terms))
+        self.progress.expect(GRADIENT, each * len(terms) - vectors)
+        generator = torch.Generator().manual_seed(seed)
+        samples = []
+        # the fast kernels of attention have no second derivative
+        with self._gradients(), sdpa_kernel(SDPBackend.MATH):
+            for term in terms:
+                for sample in _trace_samples(term(), self.tensors, each, generator):
+                    samples.append(sample)
+                    self.progress.add(GRADIENT)
+        self.measured[key] = [math.fsum(own) / len(samples) for own in zip(*samples, strict=True)]
+        return list(self.measured[key])
+
+    @contextlib.contextmanager
+    def _gradients(self) -> Iterator[None]:
+        """Every tensor can be differentiated by, also a frozen one."""
+        with contextlib.ExitStack() as after:
+            for tensor in self.tensors:
+                after.callback(tensor.requires_grad_, tensor.requires_grad)
+                tensor.requires_grad_(True)
+            after.enter_context(torch.enable_grad())
+            yield
+
     @torch.no_grad()
     def _put(self, wanted: Combination) -> None:
         for tensor, own, old, new in zip(self.tensors, self.tested, self.present, wanted, strict=True):
             if old is not new:
-                tensor.copy_(own.weight if new is None else new.values())
+                tensor.copy_(own.weight if new is None else self._values(new))
         self.present = list(wanted)
+
+    def _values(self, candidate: Candidate) -> Tensor:
+        values = self.snapped.get(candidate)
+        if values is None:
+            values = candidate.values()
+            if values.numel() <= self.room:
+                self.room -= values.numel()
+                self.snapped[candidate] = values
+        return values
 
 
 @contextlib.contextmanager
@@ -175,6 +229,25 @@ def _removed(hook: Any) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _trace_samples(
+    value: Any, tensors: Sequence[Tensor], count: int, generator: torch.Generator
+) -> Iterator[list[float]]:
+    """`trace_samples` of what a loss returned, with errors that say what to do."""
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        raise PlanError(
+            "hawq differentiates the loss twice: return it as a tensor with its gradient, such as "
+            f"F.cross_entropy(model(x), y), without no_grad, detach or item; got {value!r}"
+        )
+    try:
+        yield from trace_samples(value, tensors, count, generator)
+    except NoSecondDerivative as error:
+        raise PlanError(
+            f"hawq differentiates the loss twice, and an operation of this model can be differentiated once only "
+            f"({error}): let the model compute it in plain PyTorch, such as attention with "
+            'attn_implementation="eager", or choose with another allocator'
+        ) from error
 
 
 def _half_product(candidate: Candidate, curvature: Tensor) -> float:

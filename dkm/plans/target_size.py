@@ -15,9 +15,11 @@ each tensor, between which the cost is taken as linear in the squared error, and
 and their neighbours until there is nothing left to measure; and for the second choices again with the others as chosen.
 """
 
+import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from torch import nn
@@ -26,6 +28,7 @@ from ..clustering.precision import check_weight
 from ..foundation.errors import PlanError
 from ..foundation.text import size_text
 from ..modelling.parameters import parameters
+from . import haq
 from .bench import GRADIENT, KMEANS, LOSS, Bench, Combination, Loss, Measured, Progress, SecondOrder
 from .candidates import CANDIDATES, AsCandidate, Candidate, Original, as_spec, closest, fitting
 from .counting import Budget, Count, PaperCount
@@ -34,6 +37,9 @@ from .rows import Plan, Row
 from .selection import KINDS, apply, survey
 
 TYPICAL_MEASUREMENTS = 8  # of a tensor, where there are no derivatives: an estimate, for the time left
+
+# The ways to choose, and the option that each has, with its default.
+ALLOCATORS = {"dkm": ("rounds", 2), "hawq": ("vectors", 32), "haq": ("episodes", 600)}
 
 
 def allocate(
@@ -44,7 +50,10 @@ def allocate(
     count: Count | None = None,
     text: str | None = None,
     candidates: Sequence[AsCandidate] = CANDIDATES,
-    rounds: int = 2,
+    allocator: str = "dkm",
+    rounds: int | None = None,
+    vectors: int | None = None,
+    episodes: int | None = None,
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
     measured: Measured | None = None,
@@ -60,8 +69,11 @@ def allocate(
         text: entries as in a plan; they decide about the tensors that they select, and the others are chosen.
         candidates: to choose from: pairs of bits and dim, texts as in a plan such as "2 scaled", or specs.  Keeping a
             tensor is always one more.
-        rounds: how often the choice is improved by measuring it as a whole; 0: never.
-        seed: of the k-means, as in `compress_`.
+        allocator: how to choose: "dkm", "hawq", for which the loss is a tensor with its gradient, or "haq".
+        rounds: of dkm: how often the choice is improved by measuring it as a whole (2); 0: never.
+        vectors: of hawq: how many random vectors the traces are estimated with, at least (32).
+        episodes: of haq: how many plans it tries (600).
+        seed: of the k-means, as in `compress_`, and of what hawq and haq draw at random.
         progress: is called after each piece of work.
         measured: what was measured before, of the same model with the same loss, and is not measured again; what is
             measured is added to it.
@@ -69,6 +81,7 @@ def allocate(
     The weights are replaced while it measures; they are as before afterwards, whatever happens.
     """
     target = parse_target(size)
+    way = _way(allocator, rounds=rounds, vectors=vectors, episodes=episodes)
     if not callable(loss):
         raise TypeError(
             "a size needs loss=, a function model -> number to measure with; dkm.divergence(model, batches) makes one "
@@ -92,9 +105,9 @@ def allocate(
     work = Progress(progress or (lambda _: None))
     tested = [Original.of(weight, seed) for weight in weights]
     with Bench(model, loss, weights, tested, {} if measured is None else measured, work) as bench:
-        choices = _choose(bench, budget, options, rounds)
+        choices, reason = _choose(bench, budget, options, way, seed)
     for i, (own, at) in list(zip(places, choices, strict=True))[len(fixed) :]:
-        rows[i] = replace(own[at].row, reason=_reason(own, at))
+        rows[i] = replace(own[at].row, reason=reason or _reason(own, at))
     return Plan(tuple(rows), None if target.as_paper or count is None else -(-budget.count.of_plan(rows) // 8))
 
 
@@ -102,6 +115,31 @@ def _checked(name: str, tensors: Mapping[str, nn.Parameter]) -> nn.Parameter:
     """The tensor of a name, which can be clustered."""
     check_weight(tensors[name], name)
     return tensors[name]
+
+
+class Way(NamedTuple):
+    """How to choose."""
+
+    allocator: str  # of ALLOCATORS
+    effort: int  # its option
+
+
+def _way(allocator: str, **given: int | None) -> Way:
+    """An allocator by its name, with the option that is its own."""
+    if allocator not in ALLOCATORS:
+        close = difflib.get_close_matches(str(allocator), ALLOCATORS, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise PlanError(f"allocator must be one of {', '.join(ALLOCATORS)}, got {allocator!r}{hint}")
+    own, default = ALLOCATORS[allocator]
+    for other, (name, _) in ALLOCATORS.items():
+        if name != own and given[name] is not None:
+            raise PlanError(f'{name} is of allocator="{other}", and this is "{allocator}": leave it out')
+    effort, least = given[own], 0 if own == "rounds" else 1
+    if effort is None:
+        effort = default
+    if not isinstance(effort, int) or isinstance(effort, bool) or effort < least:
+        raise PlanError(f"{own} must be an integer of at least {least}, got {effort!r}")
+    return Way(allocator, effort)
 
 
 Choices = list[tuple[list[Candidate], int]]  # the candidates of each tensor, and the index of the chosen one
@@ -122,13 +160,10 @@ def _check_budget(size: int | str, budget: Budget, options: list[list[Row]]) -> 
         )
 
 
-def _choose(bench: Bench, budget: Budget, options: list[list[Row]], rounds: int) -> Choices:
-    bench.progress.expect(KMEANS, len(options))
-    if isinstance(bench.measure, SecondOrder):
-        bench.progress.expect(LOSS, 1 + (1 + rounds if rounds else 0))
-        bench.progress.expect(GRADIENT, bench.measure.passes * (1 + rounds))
-    else:
-        bench.progress.expect(LOSS, TYPICAL_MEASUREMENTS * len(options))
+def _choose(bench: Bench, budget: Budget, options: list[list[Row]], way: Way, seed: int) -> tuple[Choices, str]:
+    """What is chosen, and the reason where it is the same for all tensors."""
+    allocator, effort = way
+    _expect(bench, len(options), way)
     base = bench.loss(bench.uncompressed)
     if not math.isfinite(base):
         raise ValueError(f"the loss of the uncompressed model is {base}: check the model and the batches")
@@ -136,11 +171,33 @@ def _choose(bench: Bench, budget: Budget, options: list[list[Row]], rounds: int)
     for rows, tested in zip(options, bench.tested, strict=True):
         choices.append(closest(rows, tested))
         bench.progress.add(KMEANS)
-    if isinstance(bench.measure, SecondOrder):
-        picked = _by_derivatives(bench, choices, budget, rounds)
+    reason = ""
+    if allocator == "haq":
+        picked, loss, tried = haq.search(bench, choices, budget, effort, seed)
+        reason = f"haq: best of {tried:,} tried, cost {loss - base:.2g}"
+    elif allocator == "hawq":
+        picked = _by_traces(bench, choices, budget, effort, seed)
+    elif isinstance(bench.measure, SecondOrder):
+        picked = _by_derivatives(bench, choices, budget, effort)
     else:
-        picked = _improved(bench, choices, _by_measuring(bench, choices, budget, base), budget, rounds)
-    return list(zip(choices, picked, strict=True))
+        picked = _improved(bench, choices, _by_measuring(bench, choices, budget, base), budget, effort)
+    return list(zip(choices, picked, strict=True)), reason
+
+
+def _expect(bench: Bench, tensors: int, way: Way) -> None:
+    """How much work choosing will be."""
+    work = {KMEANS: tensors}
+    if way.allocator == "haq":
+        work |= {LOSS: 1 + way.effort}
+    elif way.allocator == "hawq":
+        work |= {LOSS: 1, GRADIENT: way.effort}
+    elif isinstance(bench.measure, SecondOrder):
+        rounds = way.effort
+        work |= {LOSS: 1 + (1 + rounds if rounds else 0), GRADIENT: bench.measure.passes * (1 + rounds)}
+    else:
+        work |= {LOSS: TYPICAL_MEASUREMENTS * tensors}
+    for kind, count in work.items():
+        bench.progress.expect(kind, count)
 
 
 def _cheapest(budget: Budget, choices: Sequence[Sequence[Candidate]], costs: list[list[float]]) -> list[int]:
@@ -149,6 +206,18 @@ def _cheapest(budget: Budget, choices: Sequence[Sequence[Candidate]], costs: lis
 
 def _combination(choices: Sequence[Sequence[Candidate]], picked: Sequence[int]) -> Combination:
     return [options[at] for options, at in zip(choices, picked, strict=True)]
+
+
+# --- by traces -----------------------------------------------------------------------------------
+
+
+def _by_traces(bench: Bench, choices: list[list[Candidate]], budget: Budget, vectors: int, seed: int) -> list[int]:
+    """The index of each tensor's candidate as HAWQ-v2 has it: the sum of the squared errors, each times the mean second
+    derivative by the tensor's weights, is least.  Where that mean is negative it counts as 0."""
+    for options, own, trace in zip(choices, bench.tested, bench.traces(vectors, seed), strict=True):
+        for candidate in options:
+            candidate.cost = max(0.0, trace) / own.weight.numel() * candidate.error
+    return _cheapest(budget, choices, [_costs(options) for options in choices])
 
 
 # --- by derivatives ------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -94,8 +95,15 @@ class Divergence:
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> Tensor:
         """How far the answers are from those before."""
-        pairs = zip(self.batches, self.before, strict=True)
-        return torch.stack([distill(self._answer(model, batch), old) for batch, old in pairs]).mean()
+        return torch.stack([term() for term in self.terms(model)]).mean()
+
+    def terms(self, model: nn.Module) -> list[Callable[[], Tensor]]:
+        """The same of each batch, as functions that compute it, with gradient where that is enabled."""
+
+        def term(batch: Any, old: Tensor) -> Tensor:
+            return distill(self._answer(model, batch), old)
+
+        return [partial(term, *pair) for pair in zip(self.batches, self.before, strict=True)]
 
     @property
     def passes(self) -> int:

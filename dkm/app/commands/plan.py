@@ -22,7 +22,8 @@ from .application import AsJSON, command, print_json, with_settings
     "dkm plan resnet18 --target-size 2MB --weights resnet18.pth --data images",
 )
 @with_settings(
-    *("target_size", "weights", "data", "eval_data", "classes", "image_size", "resize", "augment", "text_columns"),
+    *("target_size", "allocator", "episodes", "weights", "data", "eval_data", "classes", "image_size", "resize"),
+    *("augment", "text_columns"),
     *("label_column", "max_length", "batch_size", "workers", "autocast", "device", "seed"),
 )
 def plan_command(

@@ -78,9 +78,8 @@ def _run_all(sweep: Sweep) -> list[str]:
         print(
             f"\n=== {number} of {len(planned)}: {settings.flag(each.setting)} {shlex.quote(each.value)}\n", flush=True
         )
-        own = {each.setting: each.value, "out": str(each.folder)}
         try:
-            run_and_show(sweep.common | own, {}, resume=True, again=again)
+            run_and_show(sweep.settings_of(each), {}, resume=True, again=again)
         except (DKMError, OSError) as error:
             sentence = str(error) if isinstance(error, DKMError) else f"{reason_of(error)}: {error.filename}"
         except torch.OutOfMemoryError:

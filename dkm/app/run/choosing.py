@@ -34,7 +34,7 @@ def choose_plan(stage: Stage, model: nn.Module, listener: Listener, folder: RunF
 
     settings, task = stage.settings, stage.task
     assert settings.target_size is not None
-    listener.choosing_begins(settings.target_size)
+    listener.choosing_begins(settings.target_size, settings.allocator)
 
     def forward(model: nn.Module, batch: Any) -> Tensor:
         args, kwargs, labels = task.split(batch)
@@ -58,6 +58,8 @@ def choose_plan(stage: Stage, model: nn.Module, listener: Listener, folder: RunF
             settings.plan,
             size=settings.target_size,
             loss=divergence(model, batches, forward=forward),
+            allocator=settings.allocator,
+            episodes=settings.episodes,
             seed=settings.seed,
             progress=tell,
             measured=measured,

@@ -27,7 +27,7 @@ from ..own_code import own_problems
 from ..places import located
 from ..processes import rank
 from ..run_folder import Beginning, Checkpoint, PlanFile, Result, RunFolder, plan_file
-from ..settings import Settings, as_command, clustering_options
+from ..settings import FIELDS, Settings, as_command, clustering_options
 from ..tasks import LanguageTask
 from .choosing import choose_plan
 from .evaluation import calibrate, evaluate
@@ -100,6 +100,8 @@ class _Run:
         self.settings, self.listener, self.resume = settings, listener, resume
         if settings.plan is None and settings.target_size is None:
             raise Problem("how small? give --plan 'cv:4/4, fc:8/4', or --target-size 1.0MB")
+        if settings.target_size is None and settings.allocator != FIELDS["allocator"].default:
+            raise Problem("--allocator is about a size: give --target-size, or leave it out")
         if settings.out is None:
             raise Problem("where to? give --out FOLDER")
         self.folder = RunFolder(Path(settings.out))

@@ -19,8 +19,8 @@ class Listener:
     def sampled(self, done: int, count: int) -> None:
         """The uncompressed language model has written so many of the texts to train on; 0 before it begins."""
 
-    def choosing_begins(self, size: str) -> None:
-        """A plan for this size is going to be chosen."""
+    def choosing_begins(self, size: str, allocator: str) -> None:
+        """A plan for this size is going to be chosen, in one of `ALLOCATORS`."""
 
     def choosing(self, progress: Progress) -> None:
         """A piece of the work of choosing it is done."""

@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-REMEMBERED = 128  # episodes, the last ones; the numbers here are those of HAQ
+# The numbers are those of HAQ's own program, for 600 episodes, but for the baseline.
+REMEMBERED = 128  # episodes, the last ones
 BATCH = 64  # steps in an update
 ACTOR_RATE, CRITIC_RATE = 1e-4, 1e-3
 FOLLOW = 0.01  # by how much the targets move towards the networks in an update
@@ -25,6 +26,7 @@ WIDTH = 300
 class Agent:
     """Proposes the actions of an episode, and learns from what they were worth.
 
+    Rewards count relative to their moving average and in units of their spread, so they may be of any size.
     Everything random comes from the seed: the same rewards give the same proposals.
 
     Args:

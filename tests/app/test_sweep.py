@@ -71,6 +71,13 @@ def test_a_sweep_goes_on_where_it_was_stopped_from_any_folder(
     assert len(count) == 5
 
 
+def test_an_allocator_is_for_the_sizes_of_a_sweep(place: Path):
+    sweep("--plan", "0:2, 4:2", "--target-size", "300B paper", "--allocator", "haq", "--episodes", "3")
+    settings = [tomllib.loads(Path("sweep", name, "config.toml").read_text()) for name in ("0-2_4-2", "300B-paper")]
+    assert [each["allocator"] for each in settings] == ["dkm", "haq"]
+    assert [each.get("episodes") for each in settings] == [None, 3]
+
+
 WRONG = {
     "nothing to make": ([], {}, "how small? give --plan or --target-size"),
     "no folder": (["--plan", "0:2"], {"out": None}, "where to? give --out FOLDER"),

@@ -100,7 +100,7 @@ def test_a_kernel_without_a_second_derivative():
     q = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         loss = F.scaled_dot_product_attention(q, q, q).square().sum()
-        with pytest.raises(NoSecondDerivative, match="flash_attention.* is not implemented"):
+        with pytest.raises(NoSecondDerivative, match=r"flash_attention.* is not implemented"):
             draw(loss, [q], 1)
 
 

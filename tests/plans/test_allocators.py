@@ -76,7 +76,7 @@ def plan(model, loss, allocator: str, size: str = "1000 paper", **options) -> dk
 def test_the_plan_is_within_the_budget(make, allocator: str):
     """Of the file as it is written."""
     model, loss = prepared(make)
-    with pytest.raises(dkm.PlanError, match="too small: .* takes") as error:
+    with pytest.raises(dkm.PlanError, match=r"too small: .* takes") as error:
         plan(model, loss, allocator, size="1B")
     least = int(str(error.value).split(" takes ")[1].split()[0].replace(",", ""))
     for size in (least, least + 150, least + 700):

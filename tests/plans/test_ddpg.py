@@ -60,7 +60,7 @@ def test_the_same_seed_proposes_the_same():
 def test_it_begins_at_random_and_ends_without_noise():
     agent = Agent(FEATURES, EPISODES, 0)
     noisy: list[float] = []
-    for episode in range(EPISODES):
+    for _ in range(EPISODES):
         actions = agent.propose()
         assert all(0 <= action <= 1 for action in actions)
         states = torch.cat([FEATURES, torch.tensor([0.0, *actions[:-1]])[:, None]], 1)

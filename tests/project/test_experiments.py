@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from experiments import coding, target_cifar, tau_cifar
+from experiments import allocators, coding, target_cifar, tau_cifar
 from experiments.cifar import Cifar10, ResNet
 
 
@@ -112,6 +112,15 @@ def test_target_cifar_names_a_bad_run(text: str, tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit):
         target_cifar.main(["--data", str(tmp_path), "--weights", "w", "--out", "o", "--run", text])
     assert text.split(":")[0].removeprefix("size=").split(",rounds=")[-1] in capsys.readouterr().err
+
+
+def test_allocators(capsys: pytest.CaptureFixture):
+    sizes, names = ["30kB"], ["hawq", "haq"]
+    allocators.main(["--sizes", *sizes, "--allocators", *names, "--epochs", "1", "--short", "0", "--episodes", "2"])
+    first, *rows = map(json.loads, capsys.readouterr().out.splitlines())
+    assert 0 < first["uncompressed"] <= 100
+    assert [(row["size"], row["allocator"]) for row in rows] == [("30kB", "hawq"), ("30kB", "haq")]
+    assert all(row["bytes"] <= 30_000 and row["snapped"] == row["trained"] for row in rows)
 
 
 def test_coding(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -79,6 +79,28 @@ def test_the_command_of_the_result_gives_the_same_file(place: Path):
     assert Path("run/model.dkm").read_bytes() == Path("again/model.dkm").read_bytes()
 
 
+ALLOCATED = {
+    "hawq": ({}, "by how strongly the loss curves in each layer, as HAWQ-v2 does", "would cost"),
+    "haq": (
+        dict(episodes="9"),
+        "by trying hundreds of plans, from which an agent learns, as HAQ does",
+        "best of 9 tried",
+    ),
+}
+
+
+@pytest.mark.parametrize("allocator", ALLOCATED)
+def test_another_allocator(place: Path, capsys, allocator: str):
+    options, how, why = ALLOCATED[allocator]
+    call("compress", *words(allocator=allocator, **options))
+    assert Path("run/model.dkm").stat().st_size <= 5_000
+    assert f"choosing bits and dim for 5kB {how} ..." in capsys.readouterr().out.splitlines()
+    rows = json.loads(Path("run/plan.json").read_text())["rows"]
+    assert any(why in row["reason"] for row in rows)
+    call("plan", "layers.py:network", *words(out=None, epochs=None, model=None, allocator=allocator, **options))
+    assert f"--plan '{json.loads(Path('run/plan.json').read_text())['text']}'" in capsys.readouterr().out
+
+
 # --- what is printed -----------------------------------------------------------------------------
 
 
@@ -108,6 +130,7 @@ WRONG = {
     "no data": (["resnet18", "--target-size", "1MB"], "give --data, as for dkm compress, and --weights"),
     "no weights": (["resnet18", "--target-size", "1MB", "--data", "images"], "--weights FILE, or --weights none"),
     "data for a plan": (["layers.py:network", "all:3", "--data", "images"], "--data is for --target-size: give that"),
+    "an allocator for a plan": (["layers.py:network", "all:3", "--allocator", "haq"], "--allocator is for --target-"),
     "the size": (["layers.py:network", *flags(model=None, plan=None, weights=None, out=None, epochs=None),
                   "--target-size", "1B"], "is too small: the smallest plan of these candidates takes"),
 }  # fmt: skip
@@ -154,23 +177,30 @@ def wait_for(condition, process: BaseProcess) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_stops_in_the_midst_of_choosing_and_resumes(place: Path, number: int):
-    call("compress", *words(out="whole"))
-    process = start("compress", *words(), halt_after=2)
+HALTS = {"dkm": ({}, 2), "hawq": (dict(allocator="hawq"), 1), "haq": (dict(allocator="haq", episodes="9"), 4)}
+
+
+@pytest.mark.parametrize(
+    ("allocator", "number"),
+    [("dkm", signal.SIGINT), ("dkm", signal.SIGTERM), ("hawq", signal.SIGINT), ("haq", signal.SIGINT)],
+)
+def test_it_stops_in_the_midst_of_choosing_and_resumes(place: Path, allocator: str, number: int):
+    options, count = HALTS[allocator]
+    call("compress", *words(out="whole", **options))
+    process = start("compress", *words(**options), halt_after=count)
     path = Path("run/measurements.jsonl")
-    wait_for(lambda: path.exists() and len(jsonl.read(path)) >= 2, process)
+    wait_for(lambda: path.exists() and len(jsonl.read(path)) >= count, process)
     os.kill(process.pid, number)
     process.join(PATIENCE / 2)  # much less than what it was doing would take
     assert process.exitcode == 130
     assert "dkm: stopped; go on with: dkm compress --resume --out run" in Path("errors").read_text()
     kept = measurements()
-    assert len(kept) == 2
+    assert len(kept) == count
     assert not Path("run/plan.json").exists()
 
     call("compress", "--resume", "--out", "run")
     resumed = measurements()
-    assert resumed[:2] == kept
+    assert resumed[:count] == kept
     assert len({record["what"] for record in resumed}) == len(resumed)  # no measurement is made twice
     assert resumed == measurements("whole")
     assert Path("run/model.dkm").read_bytes() == Path("whole/model.dkm").read_bytes()

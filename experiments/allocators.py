@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import dkm
+from dkm.plans.candidates import CANDIDATES
 from examples import digits
 
 ALLOCATORS = ("dkm", "measured", "hawq", "haq")
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
                 options |= dict(episodes=args.episodes) if name == "haq" else {}
                 began = time.perf_counter()
                 measure = (lambda model: loss(model)) if name == "measured" else loss  # noqa: B023  # used at once
-                plan = dkm.plan(model, size=size, loss=measure, seed=seed, **options)
+                plan = dkm.plan(model, size=size, loss=measure, candidates=CANDIDATES, seed=seed, **options)
                 took = time.perf_counter() - began
                 record = dict(seed=seed, size=size, allocator=name, text=plan.text, bytes=plan.file_bytes)
                 found = measured(model, plan, data, loss, args.short, seed)

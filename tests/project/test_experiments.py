@@ -114,7 +114,8 @@ def test_target_cifar_names_a_bad_run(text: str, tmp_path: Path, capsys: pytest.
     assert text.split(":")[0].removeprefix("size=").split(",rounds=")[-1] in capsys.readouterr().err
 
 
-def test_allocators(capsys: pytest.CaptureFixture):
+def test_allocators(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(allocators, "CANDIDATES", [(1, 1), (2, 2), (4, 4), (4, 8)])
     sizes, names = ["30kB"], ["hawq", "haq"]
     allocators.main(["--sizes", *sizes, "--allocators", *names, "--epochs", "1", "--short", "0", "--episodes", "2"])
     first, *rows = map(json.loads, capsys.readouterr().out.splitlines())

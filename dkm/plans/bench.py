@@ -193,8 +193,11 @@ class Bench:
                 for sample in _trace_samples(term(), self.tensors, each, generator):
                     samples.append(sample)
                     self.progress.add(GRADIENT)
-        self.measured[key] = [math.fsum(own) / len(samples) for own in zip(*samples, strict=True)]
-        return list(self.measured[key])
+        found = [sum(own) / len(samples) for own in zip(*samples, strict=True)]
+        if not all(map(math.isfinite, found)):
+            raise PlanError("the second derivative of the loss is not finite: choose with another allocator than hawq")
+        self.measured[key] = found
+        return list(found)
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[None]:

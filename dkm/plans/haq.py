@@ -42,7 +42,7 @@ def search(bench: Bench, choices: Sequence[Sequence[Candidate]], budget: Budget,
         bench.progress.expect(LOSS, 1 - episodes)
         episodes = 1
     best = Found([0] * len(choices), math.inf, episodes)
-    lowest = 0.0  # of the rewards
+    lowest = math.inf  # of the rewards
     for _ in range(episodes):
         actions = agent.propose() if agent else []
         picked = [0] * len(choices)
@@ -53,10 +53,9 @@ def search(bench: Bench, choices: Sequence[Sequence[Candidate]], budget: Budget,
         if loss < best.loss:
             best = Found(picked, loss, episodes)
         # Not finite: as bad as the worst one so far, because what is far worse would hide all other differences.
-        reward = -loss if math.isfinite(loss) else lowest
-        lowest = min(lowest, reward)
-        if agent:
-            agent.learn(actions, reward)
+        lowest = min(lowest, -loss) if math.isfinite(loss) else lowest
+        if agent and math.isfinite(lowest):
+            agent.learn(actions, -loss if math.isfinite(loss) else lowest)
     if not math.isfinite(best.loss):
         raise PlanError(f"none of the {episodes} plans that haq tried has a finite loss: give a larger size")
     return best

@@ -13,6 +13,9 @@ half the second derivative by each weight times the square of what snapping chan
 the derivatives of the model that is clustered as chosen before.  Otherwise costs are measured, one at a time: a few of
 each tensor, between which the cost is taken as linear in the squared error, and then those of the chosen candidates
 and their neighbours until there is nothing left to measure; and for the second choices again with the others as chosen.
+
+Two other allocators choose among the same candidates, within the same budget.  For "hawq" the cost is the squared error
+times the mean second derivative by the tensor's weights, and step 3 is the last one; "haq" is a search (`haq.search`).
 """
 
 import difflib
@@ -69,10 +72,7 @@ def allocate(
         text: entries as in a plan; they decide about the tensors that they select, and the others are chosen.
         candidates: to choose from: pairs of bits and dim, texts as in a plan such as "2 scaled", or specs.  Keeping a
             tensor is always one more.
-        allocator: how to choose: "dkm", "hawq", for which the loss is a tensor with its gradient, or "haq".
-        rounds: of dkm: how often the choice is improved by measuring it as a whole (2); 0: never.
-        vectors: of hawq: how many random vectors the traces are estimated with, at least (32).
-        episodes: of haq: how many plans it tries (600).
+        allocator: of ALLOCATORS; `rounds`, `vectors` and `episodes` are the options of one each.
         seed: of the k-means, as in `compress_`, and of what hawq and haq draw at random.
         progress: is called after each piece of work.
         measured: what was measured before, of the same model with the same loss, and is not measured again; what is
@@ -82,11 +82,7 @@ def allocate(
     """
     target = parse_target(size)
     way = _way(allocator, rounds=rounds, vectors=vectors, episodes=episodes)
-    if not callable(loss):
-        raise TypeError(
-            "a size needs loss=, a function model -> number to measure with; dkm.divergence(model, batches) makes one "
-            f"without labels; got {loss!r}"
-        )
+    measure = _checked_loss(loss)
     specs = [as_spec(candidate) for candidate in candidates]
     walk = parameters(model)
     rows, selected = (survey(walk), set[int]()) if text is None else apply(walk, text)
@@ -104,11 +100,20 @@ def allocate(
     _check_budget(size, budget, options)
     work = Progress(progress or (lambda _: None))
     tested = [Original.of(weight, seed) for weight in weights]
-    with Bench(model, loss, weights, tested, {} if measured is None else measured, work) as bench:
+    with Bench(model, measure, weights, tested, {} if measured is None else measured, work) as bench:
         choices, reason = _choose(bench, budget, options, way, seed)
     for i, (own, at) in list(zip(places, choices, strict=True))[len(fixed) :]:
         rows[i] = replace(own[at].row, reason=reason or _reason(own, at))
     return Plan(tuple(rows), None if target.as_paper or count is None else -(-budget.count.of_plan(rows) // 8))
+
+
+def _checked_loss(loss: Loss | None) -> Loss:
+    if not callable(loss):
+        raise TypeError(
+            "a size needs loss=, a function model -> number to measure with; dkm.divergence(model, batches) makes one "
+            f"without labels; got {loss!r}"
+        )
+    return loss
 
 
 def _checked(name: str, tensors: Mapping[str, nn.Parameter]) -> nn.Parameter:

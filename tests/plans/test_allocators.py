@@ -286,6 +286,14 @@ def test_a_loss_without_its_gradient(value):
         plan(model, loss, "hawq")
 
 
+def test_a_second_derivative_that_is_not_finite():
+    """That of |x|^1.5 at 0."""
+    model, _ = prepared()
+    start = model[0].weight.detach().clone()
+    with pytest.raises(dkm.PlanError, match="the second derivative of the loss is not finite: choose with another"):
+        plan(model, lambda model: (model[0].weight - start).abs().pow(1.5).sum(), "hawq")
+
+
 class Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -416,6 +424,33 @@ def test_losses_that_are_not_finite_are_never_chosen():
 
     row = plan(model, cold, "haq", episodes=30)["0.weight"]
     assert row.bits is None or row.bits >= 2
+
+
+def test_what_is_not_finite_teaches_the_agent_that_it_is_bad():
+    """Also where it comes before anything else, and all losses are far from 0."""
+    model, loss = prepared()
+    rewards, numbers = [], itertools.count()
+
+    class Watched(haq.Agent):
+        def learn(self, actions: list[float], reward: float) -> None:
+            rewards.append(reward)
+            super().learn(actions, reward)
+
+    def sometimes(model: nn.Module) -> float:
+        at = next(numbers)
+        return float("inf") if at in (1, 2, 6) else 100 + float(loss(model))
+
+    class Forgets(dict):
+        """So that a plan that is tried again is measured again."""
+
+        def get(self, *key):
+            return None
+
+    with mock.patch("dkm.plans.haq.Agent", Watched):
+        plan(model, sometimes, "haq", episodes=10, measured=Forgets())
+    assert all(-110 < reward <= -100 for reward in rewards)
+    assert rewards[3] == min(rewards[:4])
+    assert len(rewards) == 8
 
 
 def test_no_plan_has_a_finite_loss():

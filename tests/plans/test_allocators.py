@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import random
+import statistics
 from unittest import mock
 
 import pytest
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 import dkm
 from dkm.plans import haq, target_size
 from dkm.plans.bench import Bench
+from dkm.plans.ddpg import Agent
 from dkm.plans.haq import cut_back, geometry
 from dkm.plans.rows import Row
 
@@ -349,18 +352,21 @@ def test_what_is_cut_back_fits_and_was_cut_from_the_end(data):
     assert size([at + (i == last) for i, at in enumerate(cut)]) > budget
 
 
-def test_haq_finds_nearly_the_best_plan_where_the_best_is_known():
-    """The loss is a sum over the tensors, for which the knapsack is exact; as many random plans are worse."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({f"layer{i}": nn.Linear(16, 16, bias=False) for i in range(8)})
-    start = copy.deepcopy(model.state_dict())
-    weights = {f"layer{i}.weight": 10.0 ** (i % 3) for i in range(8)}
+class Chance:
+    """In the place of the agent: it learns nothing."""
 
-    def loss(model: nn.Module) -> Tensor:
-        return sum(times * (model.get_parameter(n) - start[n]).square().sum() for n, times in weights.items())
+    def __init__(self, features: Tensor, episodes: int, seed: int):
+        self.draw, self.layers = random.Random(seed), len(features)
 
-    options = dict(size="520 paper", loss=loss, candidates=[(bits, 1) for bits in range(1, 7)])
-    best = dkm.plan(model, allocator="hawq", vectors=1, **options)  # exact: the Hessian is diagonal and constant
+    def propose(self) -> list[float]:
+        return [self.draw.random() for _ in range(self.layers)]
+
+    def learn(self, actions: list[float], reward: float) -> None:
+        pass
+
+
+def tried_by(agent: type, model: nn.Module, **options) -> tuple[dkm.Plan, list[float]]:
+    """The plan that haq finds with this agent, and the loss of each that it tried."""
     seen: list[float] = []
 
     class Watched(Bench):
@@ -368,19 +374,33 @@ def test_haq_finds_nearly_the_best_plan_where_the_best_is_known():
             seen.append(super().loss(wanted))
             return seen[-1]
 
-    with mock.patch("dkm.plans.target_size.Bench", Watched):
-        found = dkm.plan(model, allocator="haq", episodes=120, **options)
-    tried = seen[1:]  # the first is that of the uncompressed model
-    assert len(tried) == 120
-    assert found["layer0.weight"].reason == f"haq: best of 120 tried, cost {min(tried):.2g}"
-    with torch.no_grad():
-        snapped = copy.deepcopy(model)
-        dkm.compress_(snapped, best, steps=1)
-        least = float(loss(dkm.snap_(snapped)))
-    assert min(tried) >= 0.999 * least
-    by_chance, learned = tried[:4], tried[-20:]
-    assert sum(learned) / 20 < 0.5 * sum(by_chance) / 4
-    assert min(tried) < 3 * least
+    with mock.patch("dkm.plans.target_size.Bench", Watched), mock.patch("dkm.plans.haq.Agent", agent):
+        found = dkm.plan(model, allocator="haq", episodes=100, **options)
+    return found, seen[1:]  # the first is that of the uncompressed model
+
+
+def test_haq_learns_and_finds_nearly_the_best_plan_where_the_best_is_known():
+    """Small tensors matter 100 times more, and the loss is a sum over the tensors, for which the knapsack is exact."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({f"layer{i}": nn.Linear(*((16, 16), (48, 16))[i % 2], bias=False) for i in range(6)})
+    start = copy.deepcopy(model.state_dict())
+
+    def loss(model: nn.Module) -> Tensor:
+        squares = {name: (weight - start[name]).square().sum() for name, weight in model.named_parameters()}
+        return sum((100 if start[name].numel() == 256 else 1) * square for name, square in squares.items())
+
+    options = dict(size="1300 paper", loss=loss, candidates=[(bits, 1) for bits in range(1, 7)])
+    best = dkm.plan(model, allocator="hawq", vectors=1, **options)  # exact: the Hessian is diagonal and constant
+    snapped = copy.deepcopy(model)
+    dkm.compress_(snapped, best, steps=1)
+    least = float(loss(dkm.snap_(snapped)).detach())
+    found, losses = tried_by(Agent, model, **options)
+    assert len(losses) == 100
+    assert found["layer0.weight"].reason == f"haq: best of 100 tried, cost {min(losses):.2g}"
+    by_chance = statistics.mean(tried_by(Chance, model, **options)[1])
+    assert by_chance > 40 * least  # else there would be nothing to learn
+    assert statistics.mean(losses[-20:]) < by_chance / 5  # 1/30 with each of six seeds
+    assert 0.999 * least <= min(losses) < 3 * least
 
 
 def test_an_episode_costs_one_evaluation_and_snaps_nothing_twice():

@@ -151,7 +151,7 @@ class BackwardPass:
     def _write_fixed_point_H(self, u: Tensor) -> None:
         """The H of u, for the way through the last iteration, into the slot after all others."""
         self.trail_gradients[self.max_iter] = u
-        names = ("trail", "iterations", "tau", "trail_gradients", "H_slots", "K", "K_PADDED", "no_mass")
+        names = ("trail", "workspace", "iterations", "trail_gradients", "H_slots", "K", "K_PADDED", "no_mass")
         fixed_point_kernel[(-(-self.tiles.k_padded // self.tiles.constants["GROUP_K"]),)](
             **{name: self.arguments[name] for name in names},
             source=self.max_iter,

@@ -12,12 +12,17 @@ import triton
 from torch import Tensor
 
 from .device.order import PART
+from .device.product_rows import SEGMENTS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # From this many 16-bit weights on, it pays to make a table of all values; the second number is for few centroids.
 VALUE_TABLE, VALUE_TABLE_FOR_FEW, FEW_CENTROIDS = 1 << 20, 1 << 23, 8
 # From this many float32 weights on, and with more centroids than two windows have, it pays to put the weights in order.
 WINDOWS, WINDOW_SIZE = 1 << 22, 16
+# With at most FINE^d centroids, `products` is as exact as `differences`.  With more, vectors are so close to their
+# centroids that the squared distance is too small a difference of products.  That is so for d = 2, and for d = 3 or 4
+# with many centroids.
+FINE = 6
 # Where programs share rows of partial sums, there are at least this many rows.
 SHARED_ROWS = 8
 
@@ -66,7 +71,7 @@ class Scratch(NamedTuple):
     """Memory that a pass needs."""
 
     partial: Tensor  # (partial_rows, k_padded, d + 1)
-    workspace: Tensor  # the logit tables of `products`, the orders and windows of `windows`, otherwise nothing
+    workspace: Tensor  # of `products` the frame and the logit tables, of `windows` the orders and windows, or nothing
 
 
 class _Way(NamedTuple):
@@ -103,7 +108,7 @@ def choose_tiles(problem: Problem) -> Tiles:
     d_padded = triton.next_power_of_2(d)
     d_segment = max(8, d_padded)
     # beyond 32 dimensions, the tables of products do not fit into the shared memory
-    products = 1 < d <= 32 and not problem.euclidean and d_padded * _padded(k) > 64
+    products = 1 < d <= 32 and not problem.euclidean and d_padded * _padded(k) > 64 and k <= FINE**d
     if products:
         way = _products(problem, d_segment)
     elif problem.windows:
@@ -169,9 +174,11 @@ def allocate(tiles: Tiles, device: torch.device, levels: int) -> Scratch:
     if windows_tile := constants["WINDOWS_TILE"]:
         per_program = windows_tile // 2 + windows_tile // PART.value * levels
         return Scratch(partial, torch.empty(tiles.programs * per_program, device=device))
-    # without tables one row remains: a kernel wants a pointer even where it does not use it
-    rows = levels * tiles.k_padded if constants["PRODUCTS"] else 1
-    return Scratch(partial, torch.empty(rows, 8 * constants["D_SEGMENT"], dtype=torch.bfloat16, device=device))
+    # The first row is for the frame of the tables.  It remains without tables: a kernel wants a pointer even where it
+    # does not use it.
+    rows = 1 + levels * tiles.k_padded if constants["PRODUCTS"] else 1
+    width = SEGMENTS.value * constants["D_SEGMENT"]
+    return Scratch(partial, torch.empty(rows, width, dtype=torch.bfloat16, device=device))
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -188,7 +195,8 @@ def _products(problem: Problem, d_segment: int) -> _Way:
     better they hide one another's waiting."""
     if not is_hopper(problem.device):
         return _Way(64, 64, per_processor=1, registers=None)
-    stages = 3 if d_segment == 8 and not problem.backward else 2  # as many as there is room for
+    # as many as there is room for; with one tile of centroids, it is the vectors that are read ahead
+    stages = 1 if d_segment == 16 and problem.k <= 64 else 3 - problem.backward - (d_segment > 8)
     if d_segment == 8 or (d_segment == 16 and not problem.backward):
         return _Way(64, 64, per_processor=3, registers=168, stages=stages)
     return _Way(64, 64, per_processor=2 if d_segment == 16 else 1, registers=None, stages=stages)

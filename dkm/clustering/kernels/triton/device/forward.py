@@ -17,8 +17,10 @@ import triton.language as tl
 
 from ..launch import quick
 from . import differences, products, windows
+from .frame import find_frame, load_frame, store_frame
 from .moment import checksum as checksum_of
 from .moment import moment, next_step, temperature
+from .product_rows import SEGMENTS
 from .product_tables import write_logit_table
 from .steps import (
     ALL,
@@ -42,14 +44,18 @@ from .steps import (
 
 @triton.jit
 def _begin(
-    C, start, trail, workspace, K, K_PADDED, scale, program, programs, STATEFUL: tl.constexpr, PRODUCTS: tl.constexpr,
+    C, start, trail, frame, workspace, K, K_PADDED, program, programs, STATEFUL: tl.constexpr, PRODUCTS: tl.constexpr,
     D: tl.constexpr, D_SEGMENT: tl.constexpr, ROW_WIDTH: tl.constexpr, GROUP_K: tl.constexpr,
 ):  # fmt: skip
     """Copy C to the first row of the trail, with zeros as masses and, if STATEFUL, to `start`.
 
-    PRODUCTS: write the table of the first iteration as well.
+    PRODUCTS: write the frame and the table of the first iteration as well.
     """
     column = tl.arange(0, ROW_WIDTH)
+    if PRODUCTS:
+        center, unit = find_frame(C, K, D, D, ROW_WIDTH)
+        if program == 0:
+            store_frame(frame, center, unit, D_SEGMENT, ROW_WIDTH)
     for group in range(program * GROUP_K, K_PADDED, programs * GROUP_K):
         offs_k = group + tl.arange(0, GROUP_K)
         first = load_rows(C, offs_k, K, D, D, ROW_WIDTH)
@@ -60,19 +66,21 @@ def _begin(
         tl.store(ptrs, first, mask=(offs_k < K)[:, None] & (column <= D)[None, :])
         if PRODUCTS:
             write_logit_table(
-                logit_table=workspace, C=first, offs_k=offs_k, K=K, K_PADDED=K_PADDED, scale=scale, D=D,
+                table=workspace, C=first, center=center, unit=unit, offs_k=offs_k, K=K, K_PADDED=K_PADDED, D=D,
                 D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH,
             )  # fmt: skip
 
 
 @triton.jit
 def _move(
-    trail, moves, partial, workspace, PARTIAL_ROWS, K, K_PADDED, scale, no_mass, t, program, programs,
+    trail, moves, partial, frame, workspace, PARTIAL_ROWS, K, K_PADDED, no_mass, t, program, programs,
     PRODUCTS: tl.constexpr, D: tl.constexpr, D_SEGMENT: tl.constexpr, ROW_WIDTH: tl.constexpr, GROUP_K: tl.constexpr,
     FOLD_ROWS: tl.constexpr,
 ):  # fmt: skip
     """From the sums of iteration t to row t + 1 of the trail, and to how far a centroid has moved at most."""
     column = tl.arange(0, ROW_WIDTH)
+    if PRODUCTS:
+        center, unit = load_frame(frame, D, D_SEGMENT, ROW_WIDTH)
     for group in range(program * GROUP_K, K_PADDED, programs * GROUP_K):
         offs_k = group + tl.arange(0, GROUP_K)
         sums = fold(
@@ -90,14 +98,14 @@ def _move(
         tl.store(ptrs, row, mask=(offs_k < K)[:, None] & (column <= D)[None, :])
         if PRODUCTS:
             write_logit_table(
-                logit_table=workspace + (t + 1) * K_PADDED * 8 * D_SEGMENT, C=C_next, offs_k=offs_k, K=K,
-                K_PADDED=K_PADDED, scale=scale, D=D, D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH,
+                table=workspace + (t + 1) * K_PADDED * SEGMENTS * D_SEGMENT, C=C_next, center=center, unit=unit,
+                offs_k=offs_k, K=K, K_PADDED=K_PADDED, D=D, D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH,
             )  # fmt: skip
 
 
 @triton.jit
 def _sums(
-    W, counts, trail, workspace, scale, partial, W_tilde, N, n, K, K_PADDED, t, program, programs,
+    W, counts, trail, frame, workspace, scale, partial, W_tilde, N, n, K, K_PADDED, t, program, programs,
     PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     D_SEGMENT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr,
     WINDOWS_TILE: tl.constexpr, FIRST: tl.constexpr,
@@ -111,9 +119,9 @@ def _sums(
         )  # fmt: skip
     elif PRODUCTS:
         products.sums(
-            W=W, logit_table=workspace + t * K_PADDED * 8 * D_SEGMENT, scale=scale, partial=partial, W_tilde=W_tilde,
-            N=N, n=n, K_PADDED=K_PADDED, program=program, programs=programs, FIRST=FIRST, D=D, D_SEGMENT=D_SEGMENT,
-            BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES,
+            W=W, logit_table=workspace + t * K_PADDED * SEGMENTS * D_SEGMENT, frame=frame, scale=scale,
+            partial=partial, W_tilde=W_tilde, N=N, n=n, K_PADDED=K_PADDED, program=program, programs=programs,
+            FIRST=FIRST, D=D, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES,
         )  # fmt: skip
     else:
         differences.sums(
@@ -125,7 +133,7 @@ def _sums(
 
 @triton.jit
 def _iteration(
-    W, counts, trail, workspace, scale, partial, W_tilde, N, n, K, K_PADDED, t, program, programs,
+    W, counts, trail, frame, workspace, scale, partial, W_tilde, N, n, K, K_PADDED, t, program, programs,
     PRODUCTS: tl.constexpr, EUCLIDEAN: tl.constexpr, COUNTS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     D_SEGMENT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, K_TILES: tl.constexpr,
     WINDOWS_TILE: tl.constexpr,
@@ -133,17 +141,17 @@ def _iteration(
     """The sums of iteration t.  The first iteration also writes W_tilde, or the order that `windows` keeps there."""
     if t == 0:
         _sums(
-            W=W, counts=counts, trail=trail, workspace=workspace, scale=scale, partial=partial, W_tilde=W_tilde, N=N,
-            n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs, PRODUCTS=PRODUCTS,
-            EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
-            BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE, FIRST=True,
+            W=W, counts=counts, trail=trail, frame=frame, workspace=workspace, scale=scale, partial=partial,
+            W_tilde=W_tilde, N=N, n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs,
+            PRODUCTS=PRODUCTS, EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT,
+            BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE, FIRST=True,
         )  # fmt: skip
     else:
         _sums(
-            W=W, counts=counts, trail=trail, workspace=workspace, scale=scale, partial=partial, W_tilde=W_tilde, N=N,
-            n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs, PRODUCTS=PRODUCTS,
-            EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
-            BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE, FIRST=False,
+            W=W, counts=counts, trail=trail, frame=frame, workspace=workspace, scale=scale, partial=partial,
+            W_tilde=W_tilde, N=N, n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs,
+            PRODUCTS=PRODUCTS, EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT,
+            BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE, FIRST=False,
         )  # fmt: skip
 
 
@@ -174,6 +182,9 @@ def forward_kernel(
     checksum = (progress + PROGRESS_CHECKSUM).to(tl.pointer_type(tl.int64), bitcast=True)
     counter = (progress + PROGRESS_FORWARD_BARRIER).to(tl.pointer_type(tl.int32), bitcast=True)
     moves = progress + PROGRESS_MOVES
+    frame = workspace.to(tl.pointer_type(tl.float32), bitcast=True)
+    if PRODUCTS:
+        workspace += SEGMENTS * D_SEGMENT  # after the row that holds the frame
     if STATEFUL and (PHASE == ALL or PHASE == CHECKSUM):
         tl.atomic_add(checksum, checksum_of(W, N, channels, pixels, program, programs, CHANNELS_LAST, 1024))
     if PHASE == ALL:
@@ -184,7 +195,7 @@ def forward_kernel(
             heat = tl.load(tau)
         scale = LOG2E / heat
         _begin(
-            C=C, start=C, trail=trail, workspace=workspace, K=K, K_PADDED=K_PADDED, scale=scale, program=program,
+            C=C, start=C, trail=trail, frame=frame, workspace=workspace, K=K, K_PADDED=K_PADDED, program=program,
             programs=programs, STATEFUL=False, PRODUCTS=PRODUCTS, D=D, D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH,
             GROUP_K=GROUP_K,
         )  # fmt: skip
@@ -197,13 +208,13 @@ def forward_kernel(
                 tl.store(tau, heat)
             if moved:
                 _begin(
-                    C=C, start=start, trail=trail, workspace=workspace, K=K, K_PADDED=K_PADDED, scale=scale,
+                    C=C, start=start, trail=trail, frame=frame, workspace=workspace, K=K, K_PADDED=K_PADDED,
                     program=program, programs=programs, STATEFUL=True, PRODUCTS=False, D=D, D_SEGMENT=D_SEGMENT,
                     ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K,
                 )  # fmt: skip
             else:
                 _begin(
-                    C=start, start=start, trail=trail, workspace=workspace, K=K, K_PADDED=K_PADDED, scale=scale,
+                    C=start, start=start, trail=trail, frame=frame, workspace=workspace, K=K, K_PADDED=K_PADDED,
                     program=program, programs=programs, STATEFUL=False, PRODUCTS=PRODUCTS, D=D, D_SEGMENT=D_SEGMENT,
                     ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K,
                 )  # fmt: skip
@@ -221,13 +232,13 @@ def forward_kernel(
         if PHASE == PREPARE:
             if moved:
                 _begin(
-                    C=C, start=start, trail=trail, workspace=workspace, K=K, K_PADDED=K_PADDED, scale=scale,
+                    C=C, start=start, trail=trail, frame=frame, workspace=workspace, K=K, K_PADDED=K_PADDED,
                     program=program, programs=programs, STATEFUL=STATEFUL, PRODUCTS=PRODUCTS, D=D,
                     D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K,
                 )  # fmt: skip
             else:
                 _begin(
-                    C=start, start=start, trail=trail, workspace=workspace, K=K, K_PADDED=K_PADDED, scale=scale,
+                    C=start, start=start, trail=trail, frame=frame, workspace=workspace, K=K, K_PADDED=K_PADDED,
                     program=program, programs=programs, STATEFUL=False, PRODUCTS=PRODUCTS, D=D, D_SEGMENT=D_SEGMENT,
                     ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K,
                 )  # fmt: skip
@@ -236,16 +247,16 @@ def forward_kernel(
         running = 1
         while (t < max_iter) & (running != 0):
             _iteration(
-                W=W, counts=counts, trail=trail, workspace=workspace, scale=scale, partial=partial, W_tilde=W_tilde,
-                N=N, n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs, PRODUCTS=PRODUCTS,
-                EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
-                BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE,
+                W=W, counts=counts, trail=trail, frame=frame, workspace=workspace, scale=scale, partial=partial,
+                W_tilde=W_tilde, N=N, n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs,
+                PRODUCTS=PRODUCTS, EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT,
+                BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE,
             )  # fmt: skip
             barrier(counter, programs)
             _move(
-                trail=trail, moves=moves, partial=partial, workspace=workspace, PARTIAL_ROWS=PARTIAL_ROWS, K=K,
-                K_PADDED=K_PADDED, scale=scale, no_mass=no_mass, t=t, program=program, programs=programs,
-                PRODUCTS=PRODUCTS, D=D, D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K,
+                trail=trail, moves=moves, partial=partial, frame=frame, workspace=workspace,
+                PARTIAL_ROWS=PARTIAL_ROWS, K=K, K_PADDED=K_PADDED, no_mass=no_mass, t=t, program=program,
+                programs=programs, PRODUCTS=PRODUCTS, D=D, D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K,
                 FOLD_ROWS=FOLD_ROWS,
             )  # fmt: skip
             barrier(counter, programs)
@@ -265,10 +276,10 @@ def forward_kernel(
             return
     if PHASE == SUMS:
         _iteration(
-            W=W, counts=counts, trail=trail, workspace=workspace, scale=scale, partial=partial, W_tilde=W_tilde,
-            N=N, n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs, PRODUCTS=PRODUCTS,
-            EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
-            BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE,
+            W=W, counts=counts, trail=trail, frame=frame, workspace=workspace, scale=scale, partial=partial,
+            W_tilde=W_tilde, N=N, n=n, K=K, K_PADDED=K_PADDED, t=t, program=program, programs=programs,
+            PRODUCTS=PRODUCTS, EUCLIDEAN=EUCLIDEAN, COUNTS=COUNTS, D=D, D_PADDED=D_PADDED, D_SEGMENT=D_SEGMENT,
+            BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES, WINDOWS_TILE=WINDOWS_TILE,
         )  # fmt: skip
     if PHASE == FOLD:
         fold_into_first_row(
@@ -277,9 +288,9 @@ def forward_kernel(
         )  # fmt: skip
     if PHASE == APPLY:
         _move(
-            trail=trail, moves=moves, partial=partial, workspace=workspace, PARTIAL_ROWS=PARTIAL_ROWS, K=K,
-            K_PADDED=K_PADDED, scale=scale, no_mass=no_mass, t=t, program=program, programs=programs,
-            PRODUCTS=PRODUCTS, D=D, D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K, FOLD_ROWS=FOLD_ROWS,
+            trail=trail, moves=moves, partial=partial, frame=frame, workspace=workspace, PARTIAL_ROWS=PARTIAL_ROWS,
+            K=K, K_PADDED=K_PADDED, no_mass=no_mass, t=t, program=program, programs=programs, PRODUCTS=PRODUCTS, D=D,
+            D_SEGMENT=D_SEGMENT, ROW_WIDTH=ROW_WIDTH, GROUP_K=GROUP_K, FOLD_ROWS=FOLD_ROWS,
         )  # fmt: skip
     if PHASE == ALL or PHASE == MAP:
         if program == 0:
@@ -308,9 +319,9 @@ def forward_kernel(
         elif t > 1:
             if PRODUCTS:
                 products.averages(
-                    W=W, logit_table=workspace + (t - 1) * K_PADDED * 8 * D_SEGMENT, scale=scale, W_tilde=W_tilde,
-                    N=N, n=n, program=program, programs=programs, D=D, D_SEGMENT=D_SEGMENT, BLOCK_K=BLOCK_K,
-                    BLOCK_N=BLOCK_N, K_TILES=K_TILES,
+                    W=W, logit_table=workspace + (t - 1) * K_PADDED * SEGMENTS * D_SEGMENT, frame=frame, scale=scale,
+                    W_tilde=W_tilde, N=N, n=n, program=program, programs=programs, D=D, D_SEGMENT=D_SEGMENT,
+                    BLOCK_K=BLOCK_K, BLOCK_N=BLOCK_N, K_TILES=K_TILES,
                 )  # fmt: skip
             else:
                 differences.averages(

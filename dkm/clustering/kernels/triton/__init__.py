@@ -19,11 +19,12 @@ what both share, `moment.py` the checksum, the step and the temperature of a pas
 kernel for the gradient of tau, which goes by `differences`.  The two call one of three ways to compute attention, which
 have a file each; `tiles.py` chooses:
 
-    differences.py   distances as differences.  For d = 1; for d > 1 if there are few centroids, if the distance is the
-                     plain one, or if d > 32
+    differences.py   distances as differences.  For d = 1; for d > 1 if there are few centroids or more than 6^d, if the
+                     distance is the plain one, or if d > 32
     windows.py       differences with near centroids only.  For d = 1 with at least 2^22 float32 weights and more than
                      32 centroids (`order.py` sorts the weights and finds the windows)
-    products.py      matrix products on the tensor cores.  For all other d > 1 (`product_tables.py` writes its tables)
+    products.py      matrix products on the tensor cores.  For all other d > 1 (`product_rows.py` explains the rows that
+                     are multiplied, `product_tables.py` writes those of centroids, and `frame.py` finds a unit)
 
 For d = 1 in 16 bit with at least 2^20 weights (2^23 for up to 8 centroids), `value_table.py` counts equal weights, runs
 the loop by `differences` on the table of values, and looks the results up (`device/value_kernels.py`).
@@ -91,8 +92,9 @@ Tensors.  A small letter is a tile, in registers, of the tensor with the capital
     trail_gradients   (max_iter + 1, k, d): the gradients of the rows of the trail
     H_slots           several H, one per slot; see `device/backward.py`
     partial           (PARTIAL_ROWS, K_PADDED, d + 1): sums over the vectors of a program, for each centroid
-    workspace         the logit tables of `products` (their rows are explained there), or for `windows` the order of a
-                      tile and the windows of its parts (`device/order.py`)
+    frame             (D_SEGMENT + 1,): the origin and the unit of `products`, in the first row of its workspace
+    workspace         the logit tables of `products` (`product_rows.py` explains their rows), or for `windows` the order
+                      of a tile and the windows of its parts (`device/order.py`)
     progress          (4 + max_iter,): the notes of the passes, in words of 4 bytes
 
                       0, 1   checksum of the weight, one int64

@@ -14,7 +14,7 @@ from .vectors import compute_dtype
 BINS = 1024  # of the histogram for d = 1, and at least 16 per centroid
 WINDOW = 48  # how many bins the bound between two clusters may move per round, and at least 4 times a cluster's width
 SAMPLE = 1 << 16  # for d > 1 at most so many vectors are looked at; for d = 1 at most 16 times as many values
-FEW = 1 << 12  # vectors, for d > 1: with fewer, every step goes over all of them
+FEW = 1 << 14  # vectors, for d > 1: with fewer, every step goes over all of them, and is short
 
 
 def init_centroids(W: Tensor, k: int, *, init: str = "kmeans", seed: int = 0) -> Tensor:
@@ -54,7 +54,8 @@ def kmeans(W: Tensor, k: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if W.shape[1] == 1:
         return torch.from_numpy(_kmeans_1d(sorted_values(W[:, 0], generator), k))[:, None]
-    W = W[_choose(len(W), max(SAMPLE, 16 * k), generator).to(W.device)]  # in random order, which `_lloyd` relies on
+    if len(W) >= FEW:  # in random order, which `_lloyd` relies on
+        W = W[_choose(len(W), max(SAMPLE, 16 * k), generator).to(W.device)]
     V = W.to(device="cpu", dtype=compute_dtype(W.dtype))
     return _lloyd(V, plus_plus(V[:SAMPLE], k, generator))
 
@@ -167,8 +168,8 @@ def plus_plus(V: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """k-means++: the next centroid is a vector drawn with probability proportional to its squared distance from the
     nearest centroid so far.
 
-    Several are drawn at a time, from the distances before them.  One is taken with the probability to which its
-    distance has shrunk meanwhile; so it is a draw from the distances of its own moment.
+    Of many vectors several are drawn at a time, from the distances before them.  One is taken with the probability to
+    which its distance has shrunk meanwhile; so it is a draw from the distances of its own moment.
     """
     columns = (V - V.mean(0)).t().contiguous()  # centred, or the squares would cancel more
     squares = columns.square().sum(0)
@@ -180,14 +181,17 @@ def plus_plus(V: Tensor, k: int, generator: torch.Generator) -> Tensor:
         torch.addmv(squares, columns.t(), columns[:, i], alpha=-2, out=away).add_(squares[i])
         torch.minimum(distance, away, out=distance)
 
+    several = 16 if len(V) >= FEW else 1
     take(int(torch.randint(len(V), (), generator=generator)))
     while len(chosen) < k:
         cumulative = distance.clamp_(min=0).cumsum(0, dtype=torch.float64)
-        draws, shares = torch.rand(2, 16, generator=generator, dtype=torch.float64)
+        draws = torch.rand(several, generator=generator, dtype=torch.float64)
         drawn = torch.searchsorted(cumulative, draws * cumulative[-1]).clamp(max=len(V) - 1)
-        limits = (shares * distance[drawn]).tolist()
-        for i, limit in zip(drawn.tolist(), limits, strict=True):
-            if len(chosen) < k and float(distance[i]) >= limit:  # true of the first one
+        limits = distance[drawn]
+        limits[0] = 0  # the first one is taken
+        limits[1:] *= torch.rand(several - 1, generator=generator, dtype=torch.float64)
+        for i, limit in zip(drawn.tolist(), limits.tolist(), strict=True):
+            if len(chosen) < k and float(distance[i]) >= limit:
                 take(i)
     return V[chosen]
 

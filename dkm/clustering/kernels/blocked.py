@@ -46,6 +46,7 @@ from .nodes import Nodes, nodes_for
 from .reference import no_mass
 
 BLOCK = 1 << 20  # entries of the attention of a block: smaller blocks suit the cache, larger ones everything else
+LOG2 = math.log(2)
 SAFE = 80.0  # exp of logits up to this size neither overflows nor underflows, even if k of them are added
 SORTED = 32  # from this many centroids on, sorting the weights (d = 1) costs less than it saves
 
@@ -61,6 +62,8 @@ class _Attention:
     def __init__(self, C: Tensor, tau: float, metric: str, places: "_Places", keep_logits: bool = False):
         self.tau, self.metric, self.vectors, self.keep_logits = tau, metric, places.vectors, keep_logits
         self.slope = (2 if metric == "sqeuclidean" else 1) / tau
+        # Logits are in units of log 2: 2^x takes a fraction of the time of e^x.
+        self.unit = tau * LOG2
         # attention below the floor counts as zero
         self.floor, C = places.no_mass, C.to(places.vectors.dtype)
         self.cutoff = math.log(self.floor) - 1e-3
@@ -80,45 +83,44 @@ class _Attention:
         """The inverse of `sorted`."""
         return X if self.rank is None else torch.empty_like(X).index_copy_(0, self.rank, X)
 
-    def __call__(self, w: Tensor) -> "_Block":
+    def __call__(self, w: Tensor, at: slice) -> "_Block":
         """The attention of a block of vectors `(d, b)`."""
         d = len(w)
         near, distance = slice(0, len(self.C)), None
-        x = w.new_ones(d + 1, w.shape[1])
         if d == 1 and len(self.C) >= SORTED:
             near = self.reach(w[0])
         # All that follows depends on differences only, which are more precise relative to the mean of the block.
-        center = w.mean(1, keepdim=True)
-        if d > 1:  # only where the subtraction is exact: that is between numbers of one sign and similar size
-            center.masked_fill_(2 * (w - center).abs().amax(1, keepdim=True) > center.abs(), 0)
+        center, longest = self.vectors.center(w, at)
         C = self.C[near] - center.t()
+        x = w.new_empty(d + 1, w.shape[1])
+        x[d] = 1
         torch.sub(w, center, out=x[:d])
         w, numerators = x[:d], self.vectors.scratch("numerators", (len(C), x.shape[1]), x)
         if self.metric == "euclidean":
             # not by matrix products, which lose small distances: the backward pass divides by them
             distance = torch.cdist(C, w.t(), compute_mode="donot_use_mm_for_euclid_dist")
-            torch.div(distance, -self.tau, out=numerators)
+            torch.div(distance, -self.unit, out=numerators)
         elif d == 1:
             torch.sub(w, C, out=numerators)
-            torch.addcmul(numerators.new_zeros(()), numerators, numerators, value=-1 / self.tau, out=numerators)
+            torch.addcmul(numerators.new_zeros(()), numerators, numerators, value=-1 / self.unit, out=numerators)
         else:
-            longest, largest = (float(X.square().sum(dim).amax().sqrt()) for X, dim in ((w, 0), (C, 1)))
+            largest = float(C.square().sum(1).amax().sqrt())
             if (2 * longest + largest) * largest < SAFE * self.tau:
                 # |w|^2 cancels in the softmax.  These logits are so small that their rounding does no harm.
-                left = torch.cat([2 * C, -C.square().sum(1, keepdim=True)], 1).div_(self.tau)
+                left = torch.cat([2 * C, -C.square().sum(1, keepdim=True)], 1).div_(self.unit)
                 torch.mm(left, x, out=numerators)
                 is_safe = True
             else:
-                _squared_distances(w, C, max(longest, largest), -1 / self.tau, numerators)
-                is_safe = float(numerators.amin()) > -SAFE
+                _squared_distances(w, C, max(longest, largest), -1 / self.unit, numerators)
+                is_safe = float(numerators.amin()) > -SAFE / LOG2
             if is_safe and not self.keep_logits:
-                return _Block(near, center, x, C, numerators.exp_(), distance)
-        # Clamped before exp, which takes 50 times as long where it underflows, as do products with such results.
-        numerators.sub_(numerators.amax(0)).clamp_(min=self.cutoff)
+                return _Block(near, center, x, C, numerators.exp2_(), distance)
+        # Clamped before exp2, which takes 50 times as long where it underflows, as do products with such results.
+        numerators.sub_(numerators.amax(0)).clamp_(min=self.cutoff / LOG2)
         logits = None
         if self.keep_logits:
             logits = self.vectors.scratch("logits", (len(C), x.shape[1]), x).copy_(numerators)
-        numerators = torch.threshold_(numerators.exp_(), self.floor, 0.0)
+        numerators = torch.threshold_(numerators.exp2_(), self.floor, 0.0)
         return _Block(near, center, x, C, numerators, distance, logits)
 
     def reach(self, w: Tensor) -> slice:
@@ -164,7 +166,7 @@ class _Block(NamedTuple):
     C: Tensor  # (k', d)
     numerators: Tensor  # (k', b), of the softmax; in a buffer that the next block overwrites
     distance: Tensor | None  # (k', b): the plain distance, where that is the metric
-    logits: Tensor | None = None  # (k', b), relative to the largest, where they are kept; in a buffer, too
+    logits: Tensor | None = None  # (k', b), the same, in units of log 2, where they are kept; in a buffer, too
 
 
 class _Places(NamedTuple):
@@ -243,7 +245,7 @@ def _sums(places: _Places, attention: _Attention, W_tilde: Tensor | None) -> Ten
     vectors, d = places.vectors, places.vectors.d
     total = attention.C.new_zeros(len(attention.C), d + 1)
     for at in vectors:
-        block = attention(vectors.read(places.columns, at))
+        block = attention(vectors.read(places.columns, at), at)
         share = block.numerators.sum(0).reciprocal_()
         counted = _counted(share, None if places.counts is None else places.counts[at])
         sums = block.numerators @ (block.x * counted).t()
@@ -341,7 +343,7 @@ def _through_output(
     vectors, d = places.vectors, places.vectors.d
     dC = torch.zeros_like(attention.C)
     for at in vectors:
-        block, pull = attention(vectors.read(places.columns, at)), None if pulls is None else pulls[at]
+        block, pull = attention(vectors.read(places.columns, at), at), None if pulls is None else pulls[at]
         g = vectors.read_once(G, at) if pull is None else torch.ones_like(block.x[:d])
         left = torch.cat([block.C, torch.ones_like(block.C[:, :1])], dim=1)  # (k', d + 1)
         averages = left.t() @ block.numerators  # rows: C^T numerators, denominator
@@ -365,7 +367,7 @@ def _through_update(
     dC = torch.zeros_like(attention.C)
     H, C_next = (attention.sorted(X.to(vectors.dtype)) for X in (H, C_next))
     for at in vectors:
-        block = attention(vectors.read(places.columns, at))
+        block = attention(vectors.read(places.columns, at), at)
         h = H[block.near]
         target = C_next[block.near] - block.center.t()
         offset = (h * target).sum(1, keepdim=True)
@@ -410,7 +412,7 @@ def _through_distance(
     torch.mm(left, right, out=dlogits).mul_(block.numerators)
     if dtau is not None:
         assert block.logits is not None
-        dtau.sub_(_counted(block.logits.mul_(dlogits), counts).sum(), alpha=1 / attention.tau)
+        dtau.sub_(_counted(block.logits.mul_(dlogits), counts).sum(), alpha=LOG2 / attention.tau)
     if block.distance is not None:
         dlogits.div_(block.distance).masked_fill_(block.distance == 0, 0)
     # For the squared distance the dlogits of a vector add up to zero, but for rounding.  Without this sum, their errors

@@ -16,6 +16,7 @@ class Vectors:
         `ordered` already."""
         self.d, self.dtype, self.n = d, dtype, -(-W.numel() // d)
         self.buffers: dict[str, Tensor] = {}  # reused: new memory for every block would cost as much as filling it
+        self.centers: dict[int, tuple[Tensor, float]] = {}
         self.order = _local_order(W) if near and not ordered else None
         self.b = max(1, entries // k)
         if near:
@@ -66,6 +67,17 @@ class Vectors:
         if missing := (block.stop - block.start) * self.d - values.numel():
             values = torch.cat([values, values.new_zeros(missing)])
         return values.view(-1, self.d).t().to(self.dtype)
+
+    def center(self, w: Tensor, block: slice) -> tuple[Tensor, float]:
+        """For a block of vectors `(d, b)` the `(d, 1)` that differences are taken relative to, and how long the longest
+        vector is after that, for d > 1.  They are computed once."""
+        if block.start not in self.centers:
+            center, longest = w.mean(1, keepdim=True), 0.0
+            if self.d > 1:  # only where the subtraction is exact: that is between numbers of one sign and similar size
+                center.masked_fill_(2 * (w - center).abs().amax(1, keepdim=True) > center.abs(), 0)
+                longest = float((w - center).square().sum(0).amax().sqrt())
+            self.centers[block.start] = center, longest
+        return self.centers[block.start]
 
     def add(self, columns: Tensor, block: slice, values: Tensor) -> None:
         """Add `(d, b)` values to a block of columns."""

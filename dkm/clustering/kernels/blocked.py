@@ -177,6 +177,7 @@ class _Places(NamedTuple):
     no_mass: float  # the attention mass up to which a centroid is empty
     nodes: Nodes | None
     counts: Tensor | None = None  # (nodes,): with which weight a node counts in a sum over vectors
+    pulls: Tensor | None = None  # (nodes,): the same for sums of gradients of W_tilde
 
     @classmethod
     def of(cls, W: Tensor, C: Tensor, tau: float, options: ClusterOptions) -> "_Places":
@@ -190,9 +191,13 @@ class _Places(NamedTuple):
         vectors = Vectors(W, k, d, dtype, entries=BLOCK, near=many, ordered=False)
         return cls(vectors, vectors.columns(W), no_mass(dtype), None)
 
-    def counted(self, W: Tensor) -> "_Places":
-        """With the counts of nodes, if there are nodes."""
-        return self if self.nodes is None else self._replace(counts=self.nodes.gather(W, None)[0])
+    def counted(self, W: Tensor, G: Tensor | None = None, counts: bool = True) -> "_Places":
+        """With the counts of nodes, and with their pulls where there is a G, if there are nodes."""
+        factors = [None] * counts + [G] * (G is not None)
+        if self.nodes is None or not factors:
+            return self
+        found = self.nodes.gather(W, *factors)
+        return self._replace(counts=found[0] if counts else None, pulls=None if G is None else found[-1])
 
 
 def forward(
@@ -273,17 +278,16 @@ def backward(
     `backend.Backend`."""
     trail, used, gradient = trace.trail, int(trace.iterations), options.gradient
     d, dtype = trail.shape[2] - 1, trail.dtype
+    further = gradient == "implicit" or (gradient == "unrolled" and used > 1)
     rows = trail[:used] if gradient == "unrolled" else trail[used - 1 : used]
     places = _Places.of(W, rows[:, :, :d], float(tau), options)
     dtau = trail.new_zeros(()) if temperature else None
     # Several iterations are added up in dW: a sum in 16 bit would lose precision.
     dW = torch.zeros_like(places.columns, dtype=places.vectors.dtype)
-    into, pulls = _Totals(dW, dtau), None
-    output = into
+    output = into = _Totals(dW, dtau)
     if places.nodes is not None:
-        counts, pulls = places.nodes.gather(W, None, G)
-        places = places._replace(counts=counts)
         output = _Totals(torch.zeros_like(dW), dtau)  # of a gradient of 1: each weight has one of its own
+        places = places.counted(W, G if further or centroids or temperature else None, further)
 
     def add_up(dC: Tensor | None) -> Tensor | None:
         dC = None if dC is None else dC.to(dtype)
@@ -305,8 +309,7 @@ def backward(
         return result
 
     last = attention_to(trail[used - 1, :, :d])
-    further = gradient == "implicit" or (gradient == "unrolled" and used > 1)
-    dC = add_up(_through_output(G, places, pulls, output, last, centroids or further))
+    dC = add_up(_through_output(G, places, output, last, centroids or further))
     if gradient == "unrolled":
         for t in range(used - 2, -1, -1):
             assert dC is not None
@@ -317,13 +320,19 @@ def backward(
         assert dC is not None
         dC = solve(dC, through_last_update)
         through_update(dC, used - 1, into, False)
-    if places.nodes is None:
-        flat = places.vectors.flat(dW.to(W.dtype), W.numel())
-    else:
-        flat = torch.empty_like(W)
-        for at, (slopes, offsets) in places.nodes.evaluate(W, output.dW[0], dW[0]):
-            flat[at] = offsets.addcmul_(slopes, G[at].to(dtype))
+    flat = _gradient(G, W, places, output.dW, dW if further else None)
     return Gradients(flat, dC if centroids else None, dtau)
+
+
+def _gradient(G: Tensor, W: Tensor, places: _Places, slopes: Tensor, offsets: Tensor | None) -> Tensor:
+    """The gradient of W `(N,)`; of nodes, G times the slopes plus the offsets, if there are any."""
+    if places.nodes is None:
+        return places.vectors.flat(slopes.to(W.dtype), W.numel())
+    result, tables = torch.empty_like(W), [slopes[0]] if offsets is None else [slopes[0], offsets[0]]
+    for at, (slope, *offset) in places.nodes.evaluate(W, *tables):
+        slope.mul_(G[at])
+        result[at] = slope.add_(offset[0]) if offset else slope
+    return result
 
 
 class _Totals(NamedTuple):
@@ -333,18 +342,19 @@ class _Totals(NamedTuple):
     dtau: Tensor | None  # ()
 
 
-def _through_output(
-    G: Tensor, places: _Places, pulls: Tensor | None, into: _Totals, attention: _Attention, wanted: bool
-) -> Tensor | None:
+def _through_output(G: Tensor, places: _Places, into: _Totals, attention: _Attention, wanted: bool) -> Tensor | None:
     """W_tilde = A C: adds to the totals, and returns the gradient of C if it is wanted.
 
-    Of nodes, the totals get what a gradient of 1 would give, and `pulls` is the gradient that a node has in sums.
+    Of nodes, the totals get what a gradient of 1 would give.
     """
     vectors, d = places.vectors, places.vectors.d
     dC = torch.zeros_like(attention.C)
     for at in vectors:
-        block, pull = attention(vectors.read(places.columns, at), at), None if pulls is None else pulls[at]
-        g = vectors.read_once(G, at) if pull is None else torch.ones_like(block.x[:d])
+        block, pull = (
+            attention(vectors.read(places.columns, at), at),
+            None if places.pulls is None else places.pulls[at],
+        )
+        g = vectors.read_once(G, at) if places.nodes is None else torch.ones_like(block.x[:d])
         left = torch.cat([block.C, torch.ones_like(block.C[:, :1])], dim=1)  # (k', d + 1)
         averages = left.t() @ block.numerators  # rows: C^T numerators, denominator
         share = averages[d:].reciprocal()

@@ -1,11 +1,13 @@
 """Put clustering on a model, and take it off again: the two lines of a training script."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .clustering.at_once import at_once
 from .clustering.options import DKMOptions, shows_options
 from .clustering.precision import check_bits_dim, check_dtype, check_weight, rounded
 from .clustering.spec import Spec
@@ -49,7 +51,8 @@ def compress_(model: nn.Module, plan: str | Plan, *, method: str = "dkm", **opti
     targets = _targets(walk, chosen)
     _check_method(kind, targets)
     # All of them first: an error leaves the model untouched.
-    made = [kind(owned.tensor, **spec.arguments, **taken) for owned, spec in targets]
+    calls = [partial(kind, owned.tensor, **spec.arguments, **taken) for owned, spec in targets]
+    made = at_once(calls) if kind.made_at_once else [call() for call in calls]
     for (owned, _), clustered in zip(targets, made, strict=True):
         clustered.join(made[0])
         attach(owned, clustered)

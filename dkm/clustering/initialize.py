@@ -14,6 +14,7 @@ from .vectors import compute_dtype
 BINS = 1024  # of the histogram for d = 1, and at least 16 per centroid
 WINDOW = 48  # how many bins the bound between two clusters may move per round, and at least 4 times a cluster's width
 SAMPLE = 1 << 16  # for d > 1 at most so many vectors are looked at; for d = 1 at most 16 times as many values
+FEW = 1 << 14  # vectors, for d > 1: with fewer, every step goes over all of them, and is short
 
 
 def init_centroids(W: Tensor, k: int, *, init: str = "kmeans", seed: int = 0) -> Tensor:
@@ -53,10 +54,10 @@ def kmeans(W: Tensor, k: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if W.shape[1] == 1:
         return torch.from_numpy(_kmeans_1d(sorted_values(W[:, 0], generator), k))[:, None]
-    if len(W) > SAMPLE:
+    if len(W) >= FEW:  # in random order, which `_lloyd` relies on
         W = W[_choose(len(W), max(SAMPLE, 16 * k), generator).to(W.device)]
-    V = W.to(device="cpu", dtype=torch.promote_types(W.dtype, torch.float32))
-    return _lloyd(V, _plus_plus(V[:SAMPLE], k, generator))
+    V = W.to(device="cpu", dtype=compute_dtype(W.dtype))
+    return _lloyd(V, plus_plus(V[:SAMPLE], k, generator))
 
 
 def _choose(n: int, count: int, generator: torch.Generator) -> Tensor:
@@ -163,28 +164,52 @@ def lloyd_1d(values: np.ndarray, C: np.ndarray, steps: int = 300) -> np.ndarray:
 # --- d > 1 ---------------------------------------------------------------------------------------
 
 
-def _plus_plus(V: Tensor, k: int, generator: torch.Generator) -> Tensor:
+def plus_plus(V: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """k-means++: the next centroid is a vector drawn with probability proportional to its squared distance from the
-    nearest centroid so far."""
-    C = V.new_empty(k, V.shape[1])
-    C[0] = V[torch.randint(len(V), (), generator=generator)]
-    columns = V.t().contiguous()
-    distance = (columns - C[0][:, None]).square_().sum(0)
-    for j in range(1, k):
-        cumulative = distance.cumsum(0, dtype=torch.float64)
-        draw = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
-        C[j] = V[torch.searchsorted(cumulative, draw).clamp(max=len(V) - 1)]
-        torch.minimum(distance, (columns - C[j][:, None]).square_().sum(0), out=distance)
-    return C
+    nearest centroid so far.
+
+    Of many vectors several are drawn at a time, from the distances before them.  One is taken with the probability to
+    which its distance has shrunk meanwhile; so it is a draw from the distances of its own moment.
+    """
+    columns = (V - V.mean(0)).t().contiguous()  # centred, or the squares would cancel more
+    squares = columns.square().sum(0)
+    distance = squares.new_full((len(V),), torch.inf)
+    away, chosen = torch.empty_like(distance), []
+
+    def take(i: int) -> None:
+        chosen.append(i)
+        torch.addmv(squares, columns.t(), columns[:, i], alpha=-2, out=away).add_(squares[i])
+        torch.minimum(distance, away, out=distance)
+
+    several = 16 if len(V) >= FEW else 1
+    take(int(torch.randint(len(V), (), generator=generator)))
+    while len(chosen) < k:
+        cumulative = distance.clamp_(min=0).cumsum(0, dtype=torch.float64)
+        draws = torch.rand(several, generator=generator, dtype=torch.float64)
+        drawn = torch.searchsorted(cumulative, draws * cumulative[-1]).clamp(max=len(V) - 1)
+        limits = distance[drawn]
+        limits[0] = 0  # the first one is taken
+        limits[1:] *= torch.rand(several - 1, generator=generator, dtype=torch.float64)
+        for i, limit in zip(drawn.tolist(), limits.tolist(), strict=True):
+            if len(chosen) < k and float(distance[i]) >= limit:
+                take(i)
+    return V[chosen]
 
 
 def _lloyd(V: Tensor, C: Tensor) -> Tensor:
-    """Lloyd's algorithm, `(n, d), (k, d) -> (k, d)`."""
-    for _ in range(15 if len(C) <= 1024 else 5):
-        codes = assign(V, C)
-        count = torch.bincount(codes, minlength=len(C)).to(V.dtype)[:, None]
-        moved = torch.zeros_like(C).index_add_(0, codes, V) / count.clamp(min=1)
-        empty = count[:, 0] == 0
+    """Lloyd's algorithm, `(n, d), (k, d) -> (k, d)`, for vectors in random order.
+
+    Most of the way goes over one part of the vectors after the other, which takes a fraction of the time and ends at no
+    larger error.  The parts have enough vectors per centroid that their means are not mostly noise.
+    """
+    k = len(C)
+    parts = 1 if len(V) < max(FEW, 32 * k) else 4 if len(V) < 256 * k else 8
+    for part in V.tensor_split(parts) * (16 // parts if parts > 1 else 0):
+        sums, count, _ = _cells(part, C)
+        C = torch.where(count > 0, sums / count, C)
+    for _ in range(3 if parts > 1 else 15 if k <= 1024 else 5):
+        sums, count, codes = _cells(V, C)
+        moved, empty = sums / count.clamp(min=1), count[:, 0] == 0
         if bool(empty.any()):  # an empty cluster starts again at one of the vectors that are farthest from theirs
             error = (V - C[codes]).square_().sum(1)
             worst = error.topk(min(int(empty.sum()), len(V))).indices
@@ -193,3 +218,10 @@ def _lloyd(V: Tensor, C: Tensor) -> Tensor:
             return moved
         C = moved
     return C
+
+
+def _cells(V: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The vectors of each centroid: their sums `(k, d)`, their numbers `(k, 1)`, and each one's centroid `(n,)`."""
+    codes = assign(V, C)
+    count = torch.bincount(codes, minlength=len(C)).to(V.dtype)[:, None]
+    return torch.zeros_like(C).index_add_(0, codes, V), count, codes

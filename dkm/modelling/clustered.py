@@ -88,6 +88,7 @@ class Clustered(Needs, ABC):
     Options: ClassVar[type[MethodOptions]] = StartOptions
     paper: ClassVar[str] = ""  # author and year
     clusters_groups: ClassVar[bool] = False  # whether `cluster` knows groups
+    made_at_once: ClassVar[bool] = False  # whether the weights of a model may be made in threads: no global generator
     only_scalars: ClassVar[bool] = False  # whether vectors have one weight
     most_bits: ClassVar[int] = MAX_BITS
 

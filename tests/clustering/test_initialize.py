@@ -201,6 +201,51 @@ def test_better_than_random_vectors(d, k):
     assert error(W, dkm.init_centroids(W, k)) < 0.9 * random
 
 
+def plain_kmeans(W: torch.Tensor, k: int, seed: int) -> torch.Tensor:
+    """k-means++ and 15 steps of Lloyd's algorithm, every one over all vectors."""
+    rng, V = np.random.default_rng(seed), W.double()
+    C = V[rng.integers(len(V))][None]
+    for _ in range(k - 1):
+        distance = torch.cdist(V, C).square().amin(1).numpy()
+        C = torch.cat([C, V[rng.choice(len(V), p=distance / distance.sum())][None]])
+    for _ in range(15):
+        codes = torch.cdist(V, C).argmin(1)
+        count = torch.bincount(codes, minlength=k)[:, None]
+        C = torch.where(count > 0, torch.zeros_like(C).index_add_(0, codes, V) / count, C)
+    return C
+
+
+@pytest.mark.parametrize("n", [500, 4000, 8000])  # Lloyd's algorithm on all, on quarters and on eighths of the vectors
+@pytest.mark.parametrize("tails", ["normal", "heavy"])
+def test_as_good_as_plain_kmeans(n, tails, monkeypatch):
+    monkeypatch.setattr(initialize, "FEW", 1000)
+    rng, k = np.random.default_rng(0), 24
+    values = rng.normal(size=(n, 4)) if tails == "normal" else rng.standard_t(3, size=(n, 4))
+    W = torch.from_numpy(values).float()
+    mine = np.mean([error(W, dkm.init_centroids(W, k, seed=seed)) for seed in range(8)])
+    plain = np.mean([error(W, plain_kmeans(W, k, seed)) for seed in range(8)])
+    assert mine <= 1.03 * plain  # the seeds of one method differ by as much
+
+
+@pytest.mark.parametrize("few", [0, 100])  # several draws at a time, and one after the other
+def test_plus_plus_draws_in_proportion_to_the_squared_distance(few, monkeypatch):
+    """Three places with 1, 2 and 4 vectors, at known distances: how often each pair of places comes out first."""
+    monkeypatch.setattr(initialize, "FEW", few)
+    places = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 3.0]])
+    counts = torch.tensor([1.0, 2.0, 4.0])
+    V = places.repeat_interleave(counts.long(), dim=0)
+    weight = torch.cdist(places, places).square() * counts
+    expected = (counts / counts.sum())[:, None] * weight / weight.sum(1, keepdim=True)  # first, second
+    runs, found = 4000, torch.zeros(3, 3)
+    for seed in range(runs):
+        C = initialize.plus_plus(V, 3, torch.Generator().manual_seed(seed))
+        first, second, third = (int((places == c).all(1).nonzero()) for c in C)
+        found[first, second] += 1
+        assert {first, second, third} == {0, 1, 2}  # what is chosen has no distance left
+    spread = (expected * (1 - expected) / runs).sqrt()
+    assert ((found / runs - expected).abs() <= 5 * spread).all()
+
+
 @pytest.mark.parametrize("d", [2, 4, 8])
 def test_finds_clusters_that_are_there(d):
     centers = vectors(16, d, seed=1) * 10

@@ -2,7 +2,8 @@
 
     backend.py     the contract of a backend
     reference.py   the paper, literally: the definition of correct, slow and large
-    blocked.py     plain PyTorch on any device, in memory proportional to the weight; blocked_groups.py for groups
+    blocked.py     plain PyTorch on any device, in memory proportional to the weight; blocked_groups.py for groups,
+                   columns.py its blocks, nodes.py a few places that stand for many single weights
     triton/        NVIDIA GPUs: attention never leaves the chip
     implicit.py    the linear system of gradient="implicit", which the backends share
 

@@ -22,13 +22,13 @@ The gradient of the logits is `A * (dA - mean)`, where `mean` is the sum of A dA
 taken relative to the largest, because nothing changes, but for rounding, if a vector's logits are all shifted.
 
 For d = 1 the centroids are sorted, and with many centroids the weights are sorted, too.  A block then holds neighbours,
-and only the centroids within its reach are computed.
+and only the centroids within its reach are computed.  Where `nodes.py` has a few places that stand for many weights,
+the loop goes over these, each with its weight in the sums over vectors.
 
 This file reads tau, the convergence test and the reach on the host, which stalls a GPU.
 """
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -40,11 +40,13 @@ from .backend import Gradients, Reduce, Trace, progress_size
 from .blocked_groups import backward_groups as backward_groups  # a part of this backend
 from .blocked_groups import fits_groups as fits_groups
 from .blocked_groups import forward_groups as forward_groups
+from .columns import Vectors
 from .implicit import solve
+from .nodes import Nodes, nodes_for
 from .reference import no_mass
 
 BLOCK = 1 << 20  # entries of the attention of a block: smaller blocks suit the cache, larger ones everything else
-WIDE = 64  # from this many centroids on, a block lies in memory as (b, k), where sums over centroids are faster
+LOG2 = math.log(2)
 SAFE = 80.0  # exp of logits up to this size neither overflows nor underflows, even if k of them are added
 SORTED = 32  # from this many centroids on, sorting the weights (d = 1) costs less than it saves
 
@@ -54,93 +56,16 @@ def fits(W: Tensor, d: int) -> bool:
     return True
 
 
-class _Vectors:
-    """Flat `(N,)` tensors as columns `(d, n)`, read in blocks of b columns: in `dtype`, and sorted where that pays."""
-
-    def __init__(self, W: Tensor, k: int, d: int, dtype: torch.dtype):
-        self.d, self.dtype, self.n = d, dtype, -(-W.numel() // d)
-        self.buffers: dict[str, Tensor] = {}  # reused: new memory for every block would cost as much as filling it
-        self.order = _local_order(W) if d == 1 and k >= SORTED else None
-        if self.order is None:
-            self.b = max(1, BLOCK // k)
-        else:
-            # Short blocks reach few centroids: there is less to compute, and differences keep their precision.
-            self.b = max(128, min(2 * BLOCK // k, 16 * self.n // k))
-
-    def __iter__(self) -> Iterator[slice]:
-        for first in range(0, self.n, self.b):
-            yield slice(first, min(first + self.b, self.n))
-
-    def scratch(self, name: str, shape: tuple[int, int], like: Tensor) -> Tensor:
-        """An uninitialised `(k, b)` buffer, in the memory order that is faster for this k.
-
-        The same name always gets the same memory.
-        """
-        k, b = shape
-        buffer = self.buffers.get(name)
-        if buffer is None or buffer.numel() < k * b:
-            buffer = self.buffers[name] = like.new_empty(k * b)
-        return buffer[: k * b].view(b, k).t() if k >= WIDE and self.d > 1 else buffer[: k * b].view(k, b)
-
-    def columns(self, flat: Tensor) -> Tensor:
-        """`(N,) -> (d, n)`, contiguous, with zeros after the last value: transposed once and not in every iteration."""
-        if self.d == 1:
-            return flat[None]
-        columns = flat.new_zeros(self.d, self.n)
-        whole = flat.numel() // self.d
-        columns[:, :whole] = flat[: whole * self.d].view(whole, self.d).t()
-        if whole < self.n:
-            columns[: flat.numel() - whole * self.d, whole] = flat[whole * self.d :]
-        return columns
-
-    def flat(self, columns: Tensor, N: int) -> Tensor:
-        """The inverse of `columns`."""
-        return columns[0] if self.d == 1 else columns.t().reshape(-1)[:N]
-
-    def read(self, columns: Tensor, block: slice) -> Tensor:
-        """`(d, b)`: a block of columns."""
-        if self.order is not None:
-            return columns[:, self.order[block].long()].to(self.dtype)
-        return columns[:, block].to(self.dtype)
-
-    def read_once(self, flat: Tensor, block: slice) -> Tensor:
-        """`read` of a flat tensor that is needed only once: transposing all of it would take as much memory again."""
-        if self.d == 1:
-            return self.read(flat[None], block)
-        values = flat[block.start * self.d : block.stop * self.d]
-        if missing := (block.stop - block.start) * self.d - values.numel():
-            values = torch.cat([values, values.new_zeros(missing)])
-        return values.view(-1, self.d).t().to(self.dtype)
-
-    def add(self, columns: Tensor, block: slice, values: Tensor) -> None:
-        """Add `(d, b)` values to a block of columns."""
-        if self.order is not None:
-            columns[:, self.order[block].long()] += values.to(columns.dtype)
-        else:
-            columns[:, block] += values
-
-
-def _local_order(W: Tensor) -> Tensor:
-    """`(N,)` int32: the order that sorts W within pieces of 2^20 weights.  Sorting all of W would be no better."""
-    order = torch.empty(W.shape, dtype=torch.int32, device=W.device)
-    for first in range(0, W.numel(), 1 << 20):
-        piece = W[first : first + (1 << 20)]
-        if W.device.type == "cpu" and W.dtype in (torch.float32, torch.float64):
-            index = torch.from_numpy(piece.detach().numpy().argsort())  # numpy sorts with vector instructions
-        else:
-            index = piece.argsort()
-        order[first : first + (1 << 20)] = index.add_(first)
-    return order
-
-
 class _Attention:
     """The attention of one block of vectors after another to the centroids `C` `(k, d)`."""
 
-    def __init__(self, C: Tensor, tau: float, metric: str, vectors: _Vectors, keep_logits: bool = False):
-        self.tau, self.metric, self.vectors, self.keep_logits = tau, metric, vectors, keep_logits
+    def __init__(self, C: Tensor, tau: float, metric: str, places: "_Places", keep_logits: bool = False):
+        self.tau, self.metric, self.vectors, self.keep_logits = tau, metric, places.vectors, keep_logits
         self.slope = (2 if metric == "sqeuclidean" else 1) / tau
+        # Logits are in units of log 2: 2^x takes a fraction of the time of e^x.
+        self.unit = tau * LOG2
         # attention below the floor counts as zero
-        self.floor = no_mass(C.dtype)
+        self.floor, C = places.no_mass, C.to(places.vectors.dtype)
         self.cutoff = math.log(self.floor) - 1e-3
         self.rank = None
         if C.shape[1] == 1:
@@ -158,45 +83,44 @@ class _Attention:
         """The inverse of `sorted`."""
         return X if self.rank is None else torch.empty_like(X).index_copy_(0, self.rank, X)
 
-    def __call__(self, w: Tensor) -> "_Block":
+    def __call__(self, w: Tensor, at: slice) -> "_Block":
         """The attention of a block of vectors `(d, b)`."""
         d = len(w)
         near, distance = slice(0, len(self.C)), None
-        x = w.new_ones(d + 1, w.shape[1])
         if d == 1 and len(self.C) >= SORTED:
             near = self.reach(w[0])
         # All that follows depends on differences only, which are more precise relative to the mean of the block.
-        center = w.mean(1, keepdim=True)
-        if d > 1:  # only where the subtraction is exact: that is between numbers of one sign and similar size
-            center.masked_fill_(2 * (w - center).abs().amax(1, keepdim=True) > center.abs(), 0)
+        center, longest = self.vectors.center(w, at)
         C = self.C[near] - center.t()
+        x = w.new_empty(d + 1, w.shape[1])
+        x[d] = 1
         torch.sub(w, center, out=x[:d])
         w, numerators = x[:d], self.vectors.scratch("numerators", (len(C), x.shape[1]), x)
         if self.metric == "euclidean":
             # not by matrix products, which lose small distances: the backward pass divides by them
             distance = torch.cdist(C, w.t(), compute_mode="donot_use_mm_for_euclid_dist")
-            torch.div(distance, -self.tau, out=numerators)
+            torch.div(distance, -self.unit, out=numerators)
         elif d == 1:
             torch.sub(w, C, out=numerators)
-            torch.addcmul(numerators.new_zeros(()), numerators, numerators, value=-1 / self.tau, out=numerators)
+            torch.addcmul(numerators.new_zeros(()), numerators, numerators, value=-1 / self.unit, out=numerators)
         else:
-            longest, largest = (float(X.square().sum(dim).amax().sqrt()) for X, dim in ((w, 0), (C, 1)))
+            largest = float(C.square().sum(1).amax().sqrt())
             if (2 * longest + largest) * largest < SAFE * self.tau:
                 # |w|^2 cancels in the softmax.  These logits are so small that their rounding does no harm.
-                left = torch.cat([2 * C, -C.square().sum(1, keepdim=True)], 1).div_(self.tau)
+                left = torch.cat([2 * C, -C.square().sum(1, keepdim=True)], 1).div_(self.unit)
                 torch.mm(left, x, out=numerators)
                 is_safe = True
             else:
-                _squared_distances(w, C, max(longest, largest), -1 / self.tau, numerators)
-                is_safe = float(numerators.amin()) > -SAFE
+                _squared_distances(w, C, max(longest, largest), -1 / self.unit, numerators)
+                is_safe = float(numerators.amin()) > -SAFE / LOG2
             if is_safe and not self.keep_logits:
-                return _Block(near, center, x, C, numerators.exp_(), distance)
-        # Clamped before exp, which takes 50 times as long where it underflows, as do products with such results.
-        numerators.sub_(numerators.amax(0)).clamp_(min=self.cutoff)
+                return _Block(near, center, x, C, numerators.exp2_(), distance)
+        # Clamped before exp2, which takes 50 times as long where it underflows, as do products with such results.
+        numerators.sub_(numerators.amax(0)).clamp_(min=self.cutoff / LOG2)
         logits = None
         if self.keep_logits:
             logits = self.vectors.scratch("logits", (len(C), x.shape[1]), x).copy_(numerators)
-        numerators = torch.threshold_(numerators.exp_(), self.floor, 0.0)
+        numerators = torch.threshold_(numerators.exp2_(), self.floor, 0.0)
         return _Block(near, center, x, C, numerators, distance, logits)
 
     def reach(self, w: Tensor) -> slice:
@@ -242,7 +166,38 @@ class _Block(NamedTuple):
     C: Tensor  # (k', d)
     numerators: Tensor  # (k', b), of the softmax; in a buffer that the next block overwrites
     distance: Tensor | None  # (k', b): the plain distance, where that is the metric
-    logits: Tensor | None = None  # (k', b), relative to the largest, where they are kept; in a buffer, too
+    logits: Tensor | None = None  # (k', b), the same, in units of log 2, where they are kept; in a buffer, too
+
+
+class _Places(NamedTuple):
+    """What the loop goes over: the vectors of a weight, or the nodes that stand for them."""
+
+    vectors: Vectors
+    columns: Tensor  # (d, n)
+    no_mass: float  # the attention mass up to which a centroid is empty
+    nodes: Nodes | None
+    counts: Tensor | None = None  # (nodes,): with which weight a node counts in a sum over vectors
+    pulls: Tensor | None = None  # (nodes,): the same for sums of gradients of W_tilde
+
+    @classmethod
+    def of(cls, W: Tensor, C: Tensor, tau: float, options: ClusterOptions) -> "_Places":
+        """For centroids, those of several iterations perhaps, `(..., k, d)`."""
+        k, d = C.shape[-2:]
+        dtype, many = compute_dtype(W.dtype), d == 1 and k >= SORTED
+        nodes = nodes_for(W, C, tau, options) if d == 1 else None
+        if nodes is not None:
+            vectors = Vectors(nodes.x, k, d, nodes.x.dtype, entries=BLOCK // 8, near=many, ordered=True)
+            return cls(vectors, nodes.x[None], no_mass(dtype), nodes)  # without counts, which are a pass over W
+        vectors = Vectors(W, k, d, dtype, entries=BLOCK, near=many, ordered=False)
+        return cls(vectors, vectors.columns(W), no_mass(dtype), None)
+
+    def counted(self, W: Tensor, G: Tensor | None = None, counts: bool = True) -> "_Places":
+        """With the counts of nodes, and with their pulls where there is a G, if there are nodes."""
+        factors = [None] * counts + [G] * (G is not None)
+        if self.nodes is None or not factors:
+            return self
+        found = self.nodes.gather(W, *factors)
+        return self._replace(counts=found[0] if counts else None, pulls=None if G is None else found[-1])
 
 
 def forward(
@@ -252,15 +207,16 @@ def forward(
     dtype, max_iter = compute_dtype(W.dtype), options.max_iter
     C, temperature = C.to(dtype), float(tau)
     k, d = C.shape
-    vectors = _Vectors(W, k, d, dtype)
     trail = C.new_zeros(max_iter + 1, k, d + 1)
     trail[0, :, :-1] = C
-    columns = vectors.columns(W)
-    W_tilde = torch.zeros_like(columns)
+    places = _Places.of(W, C, temperature, options).counted(W)
     for iteration in range(1, max_iter + 1):
+        if places.nodes is not None and not places.nodes.resolve(C):
+            places = _Places.of(W, C, temperature, options).counted(W)
         last = iteration == max_iter
-        attention = _Attention(C, temperature, options.metric, vectors)
-        sums = _sums(columns, vectors, attention, W_tilde if last else None)
+        attention = _Attention(C, temperature, options.metric, places)
+        W_tilde = torch.zeros_like(places.columns) if last else None
+        sums = _sums(places, attention, W_tilde).to(dtype)
         if reduce is not None:
             sums = reduce(sums)
         mass = sums[:, -1:]
@@ -270,25 +226,34 @@ def forward(
             break
         if bool((C_next - C).abs().amax() <= options.eps):
             # that this iteration is the last one, which makes W_tilde, is known only after its sums
-            _sums(columns, vectors, attention, W_tilde)
+            W_tilde = torch.zeros_like(places.columns)
+            _sums(places, attention, W_tilde)
             break
         C = C_next
+    assert W_tilde is not None
     trail[-1] = trail[iteration]
-    del columns
     # This backward pass needs no notes.  Zeros, because outputs of an operator must be the same every time.
     progress = trail.new_zeros(progress_size(max_iter))
     trace = Trace(torch.tensor(iteration, device=W.device), trail, progress)
-    return vectors.flat(W_tilde, W.numel()), trace
+    vectors, nodes = places.vectors, places.nodes
+    del places, attention  # and the columns: they are as large as W
+    if nodes is None:
+        return vectors.flat(W_tilde, W.numel()), trace
+    result = torch.empty_like(W)
+    for at, (values,) in nodes.evaluate(W, W_tilde[0]):
+        result[at] = values
+    return result, trace
 
 
-def _sums(W: Tensor, vectors: _Vectors, attention: _Attention, W_tilde: Tensor | None) -> Tensor:
+def _sums(places: _Places, attention: _Attention, W_tilde: Tensor | None) -> Tensor:
     """A^T [W, 1], `(k, d + 1)`.  If `W_tilde` is given, A C is added to it."""
-    d = vectors.d
+    vectors, d = places.vectors, places.vectors.d
     total = attention.C.new_zeros(len(attention.C), d + 1)
     for at in vectors:
-        block = attention(vectors.read(W, at))
+        block = attention(vectors.read(places.columns, at), at)
         share = block.numerators.sum(0).reciprocal_()
-        sums = block.numerators @ (block.x * share).t()
+        counted = _counted(share, None if places.counts is None else places.counts[at])
+        sums = block.numerators @ (block.x * counted).t()
         sums[:, :d] += sums[:, d:] * block.center.t()
         total[block.near] += sums
         if W_tilde is not None:
@@ -312,25 +277,31 @@ def backward(
     """From the gradient of W_tilde to those of W and, where asked for, of the centroids and of tau; see
     `backend.Backend`."""
     trail, used, gradient = trace.trail, int(trace.iterations), options.gradient
-    k, d, dtype = trail.shape[1], trail.shape[2] - 1, trail.dtype
-    vectors = _Vectors(W, k, d, dtype)
-    columns = vectors.columns(W)
+    d, dtype = trail.shape[2] - 1, trail.dtype
+    further = gradient == "implicit" or (gradient == "unrolled" and used > 1)
+    rows = trail[:used] if gradient == "unrolled" else trail[used - 1 : used]
+    places = _Places.of(W, rows[:, :, :d], float(tau), options)
+    dtau = trail.new_zeros(()) if temperature else None
     # Several iterations are added up in dW: a sum in 16 bit would lose precision.
-    dW = torch.zeros_like(columns, dtype=dtype)
-    into = _Totals(dW, trail.new_zeros(()) if temperature else None)
+    dW = torch.zeros_like(places.columns, dtype=places.vectors.dtype)
+    output = into = _Totals(dW, dtau)
+    if places.nodes is not None:
+        output = _Totals(torch.zeros_like(dW), dtau)  # of a gradient of 1: each weight has one of its own
+        places = places.counted(W, G if further or centroids or temperature else None, further)
 
     def add_up(dC: Tensor | None) -> Tensor | None:
+        dC = None if dC is None else dC.to(dtype)
         return dC if reduce is None or dC is None else reduce(dC)
 
     def attention_to(C: Tensor) -> _Attention:
-        return _Attention(C, float(tau), options.metric, vectors, keep_logits=temperature)
+        return _Attention(C, float(tau), options.metric, places, keep_logits=temperature)
 
     def through_update(dC: Tensor, t: int, into: _Totals | None, wanted: bool = True) -> Tensor | None:
         """Through iteration t: from the gradient of the centroids that it made to the gradient, if wanted, of those
         that it started from.  What the weights and tau receive is added to `into`, if that is given."""
         C, C_next, mass = trail[t, :, :d], trail[t + 1, :, :d], trail[t + 1, :, d:]
         H = torch.where(mass <= no_mass(dtype), 0.0, dC / mass)
-        return add_up(_through_update(H, C_next, columns, into, vectors, attention_to(C), wanted))
+        return add_up(_through_update(H, C_next, places, into, attention_to(C), wanted))
 
     def through_last_update(dC: Tensor) -> Tensor:
         result = through_update(dC, used - 1, None)
@@ -338,8 +309,7 @@ def backward(
         return result
 
     last = attention_to(trail[used - 1, :, :d])
-    further = gradient == "implicit" or (gradient == "unrolled" and used > 1)
-    dC = add_up(_through_output(G, columns, into, vectors, last, centroids or further))
+    dC = add_up(_through_output(G, places, output, last, centroids or further))
     if gradient == "unrolled":
         for t in range(used - 2, -1, -1):
             assert dC is not None
@@ -350,7 +320,19 @@ def backward(
         assert dC is not None
         dC = solve(dC, through_last_update)
         through_update(dC, used - 1, into, False)
-    return Gradients(vectors.flat(dW.to(W.dtype), W.numel()), dC if centroids else None, into.dtau)
+    flat = _gradient(G, W, places, output.dW, dW if further else None)
+    return Gradients(flat, dC if centroids else None, dtau)
+
+
+def _gradient(G: Tensor, W: Tensor, places: _Places, slopes: Tensor, offsets: Tensor | None) -> Tensor:
+    """The gradient of W `(N,)`; of nodes, G times the slopes plus the offsets, if there are any."""
+    if places.nodes is None:
+        return places.vectors.flat(slopes.to(W.dtype), W.numel())
+    result, tables = torch.empty_like(W), [slopes[0]] if offsets is None else [slopes[0], offsets[0]]
+    for at, (slope, *offset) in places.nodes.evaluate(W, *tables):
+        slope.mul_(G[at])
+        result[at] = slope.add_(offset[0]) if offset else slope
+    return result
 
 
 class _Totals(NamedTuple):
@@ -360,37 +342,42 @@ class _Totals(NamedTuple):
     dtau: Tensor | None  # ()
 
 
-def _through_output(
-    G: Tensor, W: Tensor, into: _Totals, vectors: _Vectors, attention: _Attention, wanted: bool
-) -> Tensor | None:
-    """W_tilde = A C: adds to the totals, and returns the gradient of C if it is wanted."""
-    d = vectors.d
+def _through_output(G: Tensor, places: _Places, into: _Totals, attention: _Attention, wanted: bool) -> Tensor | None:
+    """W_tilde = A C: adds to the totals, and returns the gradient of C if it is wanted.
+
+    Of nodes, the totals get what a gradient of 1 would give.
+    """
+    vectors, d = places.vectors, places.vectors.d
     dC = torch.zeros_like(attention.C)
     for at in vectors:
-        block, g = attention(vectors.read(W, at)), vectors.read_once(G, at)
+        block, pull = (
+            attention(vectors.read(places.columns, at), at),
+            None if places.pulls is None else places.pulls[at],
+        )
+        g = vectors.read_once(G, at) if places.nodes is None else torch.ones_like(block.x[:d])
         left = torch.cat([block.C, torch.ones_like(block.C[:, :1])], dim=1)  # (k', d + 1)
         averages = left.t() @ block.numerators  # rows: C^T numerators, denominator
         share = averages[d:].reciprocal()
         right = g.new_empty(d + 1, g.shape[1])
         torch.mul(g, share, out=right[:d])
         right[d] = -(right[:d] * averages[:d]).sum(0) * share[0]
-        dC_block, dw = _through_distance(block, left, right, into.dtau, attention, wanted)
+        dC_block, dw = _through_distance(block, left, right, pull, into.dtau, attention, wanted)
         if dC_block is not None:
-            dC[block.near] += dC_block.addmm_(block.numerators, right[:d].t())
+            dC[block.near] += dC_block.addmm_(block.numerators, _counted(right[:d], pull).t())
         vectors.add(into.dW, at, dw)
     return attention.unsorted(dC) if wanted else None
 
 
 def _through_update(
-    H: Tensor, C_next: Tensor, W: Tensor, into: _Totals | None, vectors: _Vectors, attention: _Attention, wanted: bool
+    H: Tensor, C_next: Tensor, places: _Places, into: _Totals | None, attention: _Attention, wanted: bool
 ) -> Tensor | None:
     """C' = (A^T W) / mass, with H = dC' / mass: adds to the totals if they are given, and returns the gradient of C if
     it is wanted."""
-    d = vectors.d
+    vectors, d = places.vectors, places.vectors.d
     dC = torch.zeros_like(attention.C)
-    H, C_next = attention.sorted(H), attention.sorted(C_next)
+    H, C_next = (attention.sorted(X.to(vectors.dtype)) for X in (H, C_next))
     for at in vectors:
-        block = attention(vectors.read(W, at))
+        block = attention(vectors.read(places.columns, at), at)
         h = H[block.near]
         target = C_next[block.near] - block.center.t()
         offset = (h * target).sum(1, keepdim=True)
@@ -404,8 +391,8 @@ def _through_update(
         torch.mul(block.x, share, out=right[: d + 1])
         torch.mul(mean, right[d], out=right[d + 1])
         left = torch.cat([h, -offset, -one], dim=1)  # (k', d + 2)
-        dtau = None if into is None else into.dtau
-        dC_block, dw = _through_distance(block, left, right, dtau, attention, wanted)
+        dtau, count = None if into is None else into.dtau, None if places.counts is None else places.counts[at]
+        dC_block, dw = _through_distance(block, left, right, count, dtau, attention, wanted)
         if dC_block is not None:
             dC[block.near] += dC_block
         if into is not None:
@@ -413,19 +400,29 @@ def _through_update(
     return attention.unsorted(dC) if wanted else None
 
 
+def _counted(X: Tensor, counts: Tensor | None) -> Tensor:
+    return X if counts is None else X * counts
+
+
 def _through_distance(
-    block: _Block, left: Tensor, right: Tensor, dtau: Tensor | None, attention: _Attention, wanted: bool
+    block: _Block,
+    left: Tensor,
+    right: Tensor,
+    counts: Tensor | None,
+    dtau: Tensor | None,
+    attention: _Attention,
+    wanted: bool,
 ) -> tuple[Tensor | None, Tensor]:
     """From `dA - mean = left @ right`, where `right` is already divided by the denominator, through the softmax and the
     distance: the gradients of C `(k', d)`, if it is wanted, and of w `(d, b)`.  That of tau is added to `dtau`, if that
-    is given."""
+    is given.  `counts` `(b,)` are with which weight the vectors count in the sums of C and tau."""
     d, slope = len(block.x) - 1, attention.slope
     k, b = block.numerators.shape
     dlogits = attention.vectors.scratch("dlogits", (k, b), right)
     torch.mm(left, right, out=dlogits).mul_(block.numerators)
     if dtau is not None:
         assert block.logits is not None
-        dtau.sub_(block.logits.mul_(dlogits).sum(), alpha=1 / attention.tau)
+        dtau.sub_(_counted(block.logits.mul_(dlogits), counts).sum(), alpha=LOG2 / attention.tau)
     if block.distance is not None:
         dlogits.div_(block.distance).masked_fill_(block.distance == 0, 0)
     # For the squared distance the dlogits of a vector add up to zero, but for rounding.  Without this sum, their errors
@@ -434,5 +431,5 @@ def _through_distance(
     dw = totals[:d].addcmul_(totals[d], block.x[:d], value=-1)
     if not wanted:
         return None, dw.mul_(slope)
-    sums = dlogits @ block.x.t()
+    sums = dlogits @ _counted(block.x, counts).t()
     return (sums[:, :d] - sums[:, d:] * block.C).mul_(slope), dw.mul_(slope)

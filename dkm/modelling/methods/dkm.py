@@ -27,6 +27,7 @@ class DKMClustered(Tempered):
 
     Options: ClassVar[type[StartOptions]] = DKMOptions
     clusters_groups: ClassVar[bool] = True
+    made_at_once: ClassVar[bool] = True
     paper: ClassVar[str] = "Cho 2022"
     options: DKMOptions
     loop: DKMOptions

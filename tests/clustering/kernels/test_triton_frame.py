@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 import triton
 import triton.language as tl
 

@@ -23,9 +23,9 @@ def test_the_gradient_is_as_accurate_as_that_of_the_reference(mean: float, bits:
     tau = 0.1 * float((W - C[assign(W, C)]).square().mean())
     found = {}
     ways = {"exact": ("reference", torch.double), "reference": ("reference", torch.float)}
-    for name, (impl, dtype) in (ways | {"ours": (impl, torch.float)}).items():
+    for name, (way, dtype) in (ways | {"ours": (impl, torch.float)}).items():
         weight = W.to(dtype).requires_grad_()
-        W_tilde = cluster(weight, C.to(dtype), tau=tau, eps=0, max_iter=2, impl=impl).W_tilde
+        W_tilde = cluster(weight, C.to(dtype), tau=tau, eps=0, max_iter=2, impl=way).W_tilde
         found[name] = torch.autograd.grad(W_tilde, weight, G.to(dtype))[0].double()
     errors = {name: float((found[name] - found["exact"]).norm() / found["exact"].norm()) for name in found}
     assert errors["ours"] <= 2 * errors["reference"] + 1e-6, errors

@@ -1,4 +1,4 @@
-"""The frame of the products: an origin and a unit, from the centroids, and what the rows of numbers keep of a float32."""
+"""The frame of the products, which is an origin and a unit, and what the rows of numbers keep of a float32."""
 
 import pytest
 import torch

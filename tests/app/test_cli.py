@@ -17,7 +17,7 @@ import accelerate
 from command_place import ORDINARY, flags, make_place
 from small_bert import WORDS, make_bert
 
-from dkm.app import cli, settings, tasks
+from dkm.app import cli, method_costs, settings, tasks
 from dkm.app.own_code import load_function
 from dkm.app.run import compression
 from dkm.app.run_folder import RunFolder
@@ -327,6 +327,24 @@ def test_methods(capsys):
         cli.main(["methods", "quantnoise"])
     assert end.value.code == 2
     assert "there is no method 'quantnoise': did you mean quant_noise?" in capsys.readouterr().err
+
+
+def test_methods_are_measured(capsys, monkeypatch):
+    monkeypatch.setattr(method_costs, "WIDTH", 24)
+    monkeypatch.setattr(method_costs, "EXAMPLES", 8)
+    monkeypatch.setattr(method_costs, "ROUNDS", 1)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["methods", "--measure"])
+    assert end.value.code == 0
+    title, *lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    at = title.index("ms a step")
+    times = {line.split()[0]: float(line[at : at + 9]) for line in lines if line.split()[0] in METHODS}
+    assert list(times) == list(METHODS)
+    assert all(milliseconds > 0 for milliseconds in times.values())
+    with pytest.raises(SystemExit) as end:
+        cli.main(["methods", "hard", "--measure"])
+    assert end.value.code == 2
+    assert "leave out NAME, or --measure" in capsys.readouterr().err
 
 
 def test_report_is_written_again(place: Path, capsys):

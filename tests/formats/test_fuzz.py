@@ -299,7 +299,10 @@ def code_anew(file: File, rng: random.Random) -> None:
     shape, group, dim = entry["shape"], entry.get("group"), entry["dim"]
     if math.prod(shape) > 10_000:  # by an earlier alteration
         return
-    n = sum(1 for _ in strict_reader.counting(*strict_reader.tiling(shape, group, "group" in entry), dim))
+    try:
+        n = sum(1 for _ in strict_reader.counting(*strict_reader.tiling(shape, group, "group" in entry), dim))
+    except strict_reader.Refused:  # by an earlier alteration, too
+        return
     i = [key for key, _ in file.arrays].index(f"codes/{name}")
     file.data[i] = bytes(some_coded(n, 2 ** entry["bits"], rng))
     set_key(file.arrays[i][1], "shape", [len(file.data[i])])

@@ -1,17 +1,15 @@
 """What readers refuse in entries with groups, scales, centroids of 8 bits and entropy-coded codes."""
 
-import re
-
 import ans
 import pytest
 import strict_reader
 import torch
 from dkm_files import built
+from refusals import every_reader_refuses
 from torch import Tensor
 
 import dkm
 from dkm.formats.contents import describe
-from dkm.formats.dkm_file import decode
 
 # 3 x 5 weights in tiles of 2 x 4: four groups with 4 + 2 + 2 + 1 vectors of 2 that count
 ENTRY = {"shape": [3, 5], "dtype": "float32", "bits": 1, "dim": 2, "group": [2, 4], "scaled": True}
@@ -169,13 +167,4 @@ def test_valid_files(case, tmp_path):
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_every_reader_refuses_it_in_the_same_words(case, tmp_path):
-    data, words = REFUSED[case]
-    path = tmp_path / "model.dkm"
-    path.write_bytes(data)
-    for read in (dkm.load, describe):
-        with pytest.raises(dkm.FileError, match=f"{re.escape(str(path))} is intact but contradicts itself .*{words}"):
-            read(path)
-    with pytest.raises(dkm.FileError, match=words):
-        decode(data)
-    with pytest.raises(strict_reader.Refused):
-        strict_reader.read(data)
+    every_reader_refuses(*REFUSED[case], tmp_path / "model.dkm")

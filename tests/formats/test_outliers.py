@@ -1,11 +1,10 @@
 """Outliers in files: what readers refuse, what a file takes, what inspect and parts say."""
 
-import re
-
 import pytest
 import strict_reader
 import torch
 from dkm_files import apart, built, header, skewed, with_outliers
+from refusals import every_reader_refuses
 from torch import Tensor
 
 import dkm
@@ -103,16 +102,7 @@ def test_outliers_replace_what_the_codes_say():
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_every_reader_refuses_it_in_the_same_words(case, tmp_path):
-    data, words = REFUSED[case]
-    path = tmp_path / "model.dkm"
-    path.write_bytes(data)
-    for read in (dkm.load, describe):
-        with pytest.raises(dkm.FileError, match=f"{re.escape(str(path))} is intact but contradicts itself .*{words}"):
-            read(path)
-    with pytest.raises(dkm.FileError, match=words):
-        decode(data)
-    with pytest.raises(strict_reader.Refused):
-        strict_reader.read(data)
+    every_reader_refuses(*REFUSED[case], tmp_path / "model.dkm")
 
 
 def test_only_files_with_outliers_have_the_new_version():

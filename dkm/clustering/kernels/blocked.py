@@ -25,7 +25,7 @@ For d = 1 the centroids are sorted, and with many centroids the weights are sort
 and only the centroids within its reach are computed.  Where `nodes.py` has a few places that stand for many weights,
 the loop goes over these, each with its weight in the sums over vectors.
 
-This file reads tau, the convergence test and the reach on the host, which stalls a GPU.
+The iterations are those of `loop.py`.  This file reads the reach on the host, which stalls a GPU.
 """
 
 import math
@@ -36,12 +36,12 @@ from torch import Tensor
 
 from ..options import ClusterOptions
 from ..vectors import compute_dtype
-from .backend import Gradients, Reduce, Trace, progress_size
+from . import loop
+from .backend import Gradients, Reduce, Trace
 from .blocked_groups import backward_groups as backward_groups  # a part of this backend
 from .blocked_groups import fits_groups as fits_groups
 from .blocked_groups import forward_groups as forward_groups
 from .columns import Vectors
-from .implicit import solve
 from .nodes import Nodes, nodes_for
 from .reference import no_mass
 
@@ -204,45 +204,37 @@ def forward(
     W: Tensor, C: Tensor, tau: Tensor, options: ClusterOptions, reduce: Reduce | None = None
 ) -> tuple[Tensor, Trace]:
     """W_tilde `(N,)` and the trace; see `backend.Backend`."""
-    dtype, max_iter = compute_dtype(W.dtype), options.max_iter
-    C, temperature = C.to(dtype), float(tau)
-    k, d = C.shape
-    trail = C.new_zeros(max_iter + 1, k, d + 1)
-    trail[0, :, :-1] = C
-    places = _Places.of(W, C, temperature, options).counted(W)
-    for iteration in range(1, max_iter + 1):
-        if places.nodes is not None and not places.nodes.resolve(C):
-            places = _Places.of(W, C, temperature, options).counted(W)
-        last = iteration == max_iter
-        attention = _Attention(C, temperature, options.metric, places)
-        W_tilde = torch.zeros_like(places.columns) if last else None
-        sums = _sums(places, attention, W_tilde).to(dtype)
-        if reduce is not None:
-            sums = reduce(sums)
-        mass = sums[:, -1:]
-        C_next = torch.where(mass <= no_mass(dtype), C, sums[:, :-1] / mass)
-        trail[iteration] = torch.cat([C_next, mass], dim=1)
-        if last:
-            break
-        if bool((C_next - C).abs().amax() <= options.eps):
-            # that this iteration is the last one, which makes W_tilde, is known only after its sums
-            W_tilde = torch.zeros_like(places.columns)
-            _sums(places, attention, W_tilde)
-            break
-        C = C_next
-    assert W_tilde is not None
-    trail[-1] = trail[iteration]
-    # This backward pass needs no notes.  Zeros, because outputs of an operator must be the same every time.
-    progress = trail.new_zeros(progress_size(max_iter))
-    trace = Trace(torch.tensor(iteration, device=W.device), trail, progress)
-    vectors, nodes = places.vectors, places.nodes
-    del places, attention  # and the columns: they are as large as W
-    if nodes is None:
-        return vectors.flat(W_tilde, W.numel()), trace
-    result = torch.empty_like(W)
-    for at, (values,) in nodes.evaluate(W, W_tilde[0]):
-        result[at] = values
-    return result, trace
+    temperature = float(tau)
+    return loop.forward(W, C, options, reduce, lambda C: _Passes(W, C, temperature, options))
+
+
+class _Passes:
+    """The forward passes over W, see `loop.Passes`."""
+
+    def __init__(self, W: Tensor, C: Tensor, tau: float, options: ClusterOptions):
+        self.W, self.tau, self.options = W, tau, options
+        self.places = _Places.of(W, C, tau, options).counted(W)
+        self.W_tilde: Tensor | None = None  # (d, places), once the iteration is known to be the last one
+
+    def sums(self, C: Tensor, last: bool) -> Tensor:
+        if self.places.nodes is not None and not self.places.nodes.resolve(C):
+            self.places = _Places.of(self.W, C, self.tau, self.options).counted(self.W)
+        attention = _Attention(C, self.tau, self.options.metric, self.places)
+        self.W_tilde = torch.zeros_like(self.places.columns) if last else None
+        return _sums(self.places, attention, self.W_tilde)
+
+    def average(self, C: Tensor) -> Tensor:
+        if self.W_tilde is None:  # that an iteration is the last one, which makes W_tilde, is known after its sums
+            self.sums(C, True)
+        W_tilde, vectors, nodes = self.W_tilde, self.places.vectors, self.places.nodes
+        assert W_tilde is not None
+        del self.places, self.W_tilde  # and the columns: they are as large as W
+        if nodes is None:
+            return vectors.flat(W_tilde, self.W.numel())
+        result = torch.empty_like(self.W)
+        for at, (values,) in nodes.evaluate(self.W, W_tilde[0]):
+            result[at] = values
+        return result
 
 
 def _sums(places: _Places, attention: _Attention, W_tilde: Tensor | None) -> Tensor:
@@ -276,52 +268,47 @@ def backward(
 ) -> Gradients:
     """From the gradient of W_tilde to those of W and, where asked for, of the centroids and of tau; see
     `backend.Backend`."""
-    trail, used, gradient = trace.trail, int(trace.iterations), options.gradient
-    d, dtype = trail.shape[2] - 1, trail.dtype
-    further = gradient == "implicit" or (gradient == "unrolled" and used > 1)
-    rows = trail[:used] if gradient == "unrolled" else trail[used - 1 : used]
-    places = _Places.of(W, rows[:, :, :d], float(tau), options)
-    dtau = trail.new_zeros(()) if temperature else None
-    # Several iterations are added up in dW: a sum in 16 bit would lose precision.
-    dW = torch.zeros_like(places.columns, dtype=places.vectors.dtype)
-    output = into = _Totals(dW, dtau)
-    if places.nodes is not None:
-        output = _Totals(torch.zeros_like(dW), dtau)  # of a gradient of 1: each weight has one of its own
-        places = places.counted(W, G if further or centroids or temperature else None, further)
+    passes = _GradientPasses(G, W, float(tau), trace, options, centroids, temperature)
+    return loop.backward(passes, trace, options, reduce=reduce, centroids=centroids)
 
-    def add_up(dC: Tensor | None) -> Tensor | None:
-        dC = None if dC is None else dC.to(dtype)
-        return dC if reduce is None or dC is None else reduce(dC)
 
-    def attention_to(C: Tensor) -> _Attention:
-        return _Attention(C, float(tau), options.metric, places, keep_logits=temperature)
+class _GradientPasses:
+    """The backward passes over W, see `loop.GradientPasses`."""
 
-    def through_update(dC: Tensor, t: int, into: _Totals | None, wanted: bool = True) -> Tensor | None:
-        """Through iteration t: from the gradient of the centroids that it made to the gradient, if wanted, of those
-        that it started from.  What the weights and tau receive is added to `into`, if that is given."""
-        C, C_next, mass = trail[t, :, :d], trail[t + 1, :, :d], trail[t + 1, :, d:]
-        H = torch.where(mass <= no_mass(dtype), 0.0, dC / mass)
-        return add_up(_through_update(H, C_next, places, into, attention_to(C), wanted))
+    def __init__(
+        self,
+        G: Tensor,
+        W: Tensor,
+        tau: float,
+        trace: Trace,
+        options: ClusterOptions,
+        centroids: bool,
+        temperature: bool,
+    ):
+        used, d = int(trace.iterations), trace.trail.shape[2] - 1
+        rows = trace.trail[:used] if options.gradient == "unrolled" else trace.trail[used - 1 : used]
+        self.G, self.W, self.further = G, W, loop.goes_further(options, used)
+        places = _Places.of(W, rows[:, :, :d], tau, options)
+        dtau = trace.trail.new_zeros(()) if temperature else None
+        # Several iterations are added up in dW: a sum in 16 bit would lose precision.
+        dW = torch.zeros_like(places.columns, dtype=places.vectors.dtype)
+        self.output = self.into = _Totals(dW, dtau)
+        if places.nodes is not None:
+            self.output = _Totals(torch.zeros_like(dW), dtau)  # of a gradient of 1: each weight has one of its own
+            places = places.counted(W, G if self.further or centroids or temperature else None, self.further)
+        self.places = places
+        self.attention_to = lambda C: _Attention(C, tau, options.metric, places, keep_logits=temperature)
 
-    def through_last_update(dC: Tensor) -> Tensor:
-        result = through_update(dC, used - 1, None)
-        assert result is not None
-        return result
+    def through_output(self, C: Tensor, wanted: bool) -> Tensor | None:
+        return _through_output(self.G, self.places, self.output, self.attention_to(C), wanted)
 
-    last = attention_to(trail[used - 1, :, :d])
-    dC = add_up(_through_output(G, places, output, last, centroids or further))
-    if gradient == "unrolled":
-        for t in range(used - 2, -1, -1):
-            assert dC is not None
-            stayed = torch.where(trail[t + 1, :, d:] <= no_mass(dtype), dC, 0.0)
-            dC = through_update(dC, t, into, centroids or t > 0)
-            dC = None if dC is None else stayed + dC
-    elif gradient == "implicit":
-        assert dC is not None
-        dC = solve(dC, through_last_update)
-        through_update(dC, used - 1, into, False)
-    flat = _gradient(G, W, places, output.dW, dW if further else None)
-    return Gradients(flat, dC if centroids else None, dtau)
+    def through_update(self, H: Tensor, C: Tensor, C_next: Tensor, add: bool, wanted: bool) -> Tensor | None:
+        into = self.into if add else None
+        return _through_update(H, C_next, self.places, into, self.attention_to(C), wanted)
+
+    def result(self) -> tuple[Tensor, Tensor | None]:
+        offsets = self.into.dW if self.further else None
+        return _gradient(self.G, self.W, self.places, self.output.dW, offsets), self.into.dtau
 
 
 def _gradient(G: Tensor, W: Tensor, places: _Places, slopes: Tensor, offsets: Tensor | None) -> Tensor:

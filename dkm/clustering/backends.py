@@ -16,5 +16,6 @@ class Registration(NamedTuple):
 # in the order in which impl="auto" tries them
 BACKENDS = {
     "triton": Registration(device="cuda", package="triton"),
+    "native": Registration(device="cpu"),
     "blocked": Registration(),
 }

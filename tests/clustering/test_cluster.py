@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from backends import ON_CPU
 from torch import Tensor
 
 from dkm import assign, cluster, init_centroids
@@ -50,6 +51,10 @@ def assert_as_exact_as_possible(W, C, G, impl: str, **options):
         assert error(got[name], wanted[name], scale) <= limit, name
 
 
+# `native` leaves the other metric to `blocked`
+WAYS = [(metric, impl) for metric in METRICS for impl in ON_CPU if metric == "sqeuclidean" or impl == "blocked"]
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     """So that a few hundred vectors make several blocks and a ragged last one."""
@@ -57,7 +62,7 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(("metric", "impl"), WAYS)
 @pytest.mark.parametrize("d", [1, 2, 3, 4, 8, 10, 16])
 @pytest.mark.parametrize(
     ("k", "n", "tau", "iterations"),
@@ -76,37 +81,39 @@ def small_blocks(monkeypatch):
         (1024, 1103, 1e-3, 2),
     ],
 )
-def test_equals_reference(metric, d, k, n, tau, iterations):
+def test_equals_reference(metric, impl, d, k, n, tau, iterations):
     if metric == "euclidean":
         tau, n = math.sqrt(tau), min(n, 401)
     # eps is above rounding: a single centroid is at rest after one iteration
-    assert_as_exact_as_possible(*problem(n, d, k), "blocked", tau=tau, eps=1e-13, max_iter=iterations, metric=metric)
+    assert_as_exact_as_possible(*problem(n, d, k), impl, tau=tau, eps=1e-13, max_iter=iterations, metric=metric)
 
 
+@pytest.mark.parametrize("impl", ON_CPU)
 @pytest.mark.parametrize("tau", [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0])
 @pytest.mark.parametrize(("d", "k"), [(1, 4), (1, 256), (4, 16), (8, 32)])
-def test_equals_reference_at_every_tau(tau, d, k):
-    assert_as_exact_as_possible(*problem(2003, d, k), "blocked", tau=tau, eps=0, max_iter=5)
+def test_equals_reference_at_every_tau(tau, d, k, impl):
+    assert_as_exact_as_possible(*problem(2003, d, k), impl, tau=tau, eps=0, max_iter=5)
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(("metric", "impl"), WAYS)
 @pytest.mark.parametrize(("d", "k"), [(1, 3), (1, 70), (3, 5)])
 @pytest.mark.parametrize("iterations", [1, 2, 4])
-def test_gradcheck(metric, d, k, iterations):
+def test_gradcheck(metric, impl, d, k, iterations):
     W, C, _ = problem(83, d, k)
     W, C = W.requires_grad_(), C.requires_grad_()
     options = dict(tau=3e-3 if metric == "sqeuclidean" else 3e-2, eps=0, max_iter=iterations, metric=metric)
-    assert torch.autograd.gradcheck(lambda W, C: cluster(W, C, impl="blocked", **options).W_tilde, (W, C), eps=1e-7)
+    assert torch.autograd.gradcheck(lambda W, C: cluster(W, C, impl=impl, **options).W_tilde, (W, C), eps=1e-7)
 
 
+@pytest.mark.parametrize("impl", ON_CPU)
 @pytest.mark.parametrize("d", [1, 4])
-def test_stops_when_the_reference_stops(d):
+def test_stops_when_the_reference_stops(d, impl):
     W, C, G = problem(1003, d, 8)
     stops = set()
     for eps in (0, 1e-4, 1e-3, 3e-3, 1e-2, 1.0):
-        assert_as_exact_as_possible(W, C, G, "blocked", tau=1e-3, eps=eps, max_iter=6)
-        stops.add(int(cluster(W, C, tau=1e-3, eps=eps, max_iter=6).iterations))
+        assert_as_exact_as_possible(W, C, G, impl, tau=1e-3, eps=eps, max_iter=6)
+        stops.add(int(cluster(W, C, tau=1e-3, eps=eps, max_iter=6, impl=impl).iterations))
     assert 1 in stops
     assert 6 in stops
     assert len(stops) >= 3
@@ -128,14 +135,15 @@ def test_output_belongs_to_its_attention():
 # five iterations amplify it (see above), gradients more than values.
 @pytest.mark.parametrize(("d", "k"), [(1, 4), (1, 16), (1, 256), (4, 16), (8, 256), (16, 64)])
 @pytest.mark.parametrize("temperature", [2.0, 0.1])
-def test_float32_is_as_close_as_unrolled_float32(d, k, temperature):
+@pytest.mark.parametrize("impl", ON_CPU)
+def test_float32_is_as_close_as_unrolled_float32(d, k, temperature, impl):
     W, C, G = problem(4001, d, k, torch.float32)
     C = init_centroids(W, k)
     tau = temperature * float((W - C[assign(W, C)]).square().mean())
     options = dict(tau=tau, eps=0, max_iter=5)
     wanted, _ = run(W.double(), C.double(), G.double(), "reference", **options)
     literal, _ = run(W, C, G, "reference", **options)
-    got, _ = run(W, C, G, "blocked", **options)
+    got, _ = run(W, C, G, impl, **options)
 
     def nudge(X: Tensor, size: float) -> Tensor:
         return X.double() * (1 + size * torch.randn_like(X, dtype=torch.float64))
@@ -151,7 +159,7 @@ def test_float32_is_as_close_as_unrolled_float32(d, k, temperature):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("impl", ["reference", *ON_CPU])
 def test_16_bit_weights_are_computed_in_float32(dtype, impl):
     W, C, G = problem(1009, 2, 16, dtype)
     options = dict(tau=1e-3, eps=0, max_iter=4)
@@ -165,7 +173,7 @@ def test_16_bit_weights_are_computed_in_float32(dtype, impl):
     assert error(got["C"], wanted["C"]) <= 1e-5
 
 
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("impl", ["reference", *ON_CPU])
 @pytest.mark.parametrize("metric", METRICS)
 class TestDegenerate:
     @pytest.mark.parametrize(
@@ -197,33 +205,36 @@ class TestDegenerate:
         torch.testing.assert_close(got["W_tilde"], C[assign(W, C)], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("impl", ON_CPU)
 @pytest.mark.parametrize("d", [1, 2, 3, 4, 7, 64])
 @pytest.mark.parametrize("shape", [(5, 7), (3, 2, 3, 3), (11,), (1, 1)])
-def test_any_shape_is_padded_at_the_tail(shape, d):
+def test_any_shape_is_padded_at_the_tail(shape, d, impl):
     W = torch.randn(shape, dtype=torch.float64) * 0.05
     C = torch.randn(4, d, dtype=torch.float64) * 0.05
-    got, _ = run(W, C, torch.ones_like(W), "blocked", tau=1e-3, eps=0)
+    got, _ = run(W, C, torch.ones_like(W), impl, tau=1e-3, eps=0)
     padded = torch.nn.functional.pad(W.reshape(-1), (0, -W.numel() % d)).view(-1, d)
     V_tilde = cluster(padded, C, tau=1e-3, eps=0, impl="reference").W_tilde
     torch.testing.assert_close(got["W_tilde"], V_tilde.reshape(-1)[: W.numel()].view(shape))
     # eps is above rounding: whether a centroid of one or two vectors moves by less does not matter
-    assert_as_exact_as_possible(W, C, torch.randn_like(W), "blocked", tau=1e-3, eps=1e-9)
+    assert_as_exact_as_possible(W, C, torch.randn_like(W), impl, tau=1e-3, eps=1e-9)
 
 
-def test_non_contiguous_weights_and_gradients():
+@pytest.mark.parametrize("impl", ON_CPU)
+def test_non_contiguous_weights_and_gradients(impl):
     W, C, G = problem(60, 4, 8)
     wanted, _ = run(W, C, G, "reference", tau=1e-3)
     strided = torch.empty(4, 60, dtype=W.dtype).t()
-    got, _ = run(strided.copy_(W), C, G.t().contiguous().t(), "blocked", tau=1e-3)
+    got, _ = run(strided.copy_(W), C, G.t().contiguous().t(), impl, tau=1e-3)
     for name in wanted:
         torch.testing.assert_close(got[name], wanted[name])
 
 
-def test_autocast_does_not_reach_the_arithmetic():
+@pytest.mark.parametrize("impl", ON_CPU)
+def test_autocast_does_not_reach_the_arithmetic(impl):
     W, C, G = problem(300, 4, 16, torch.float32)
-    wanted, _ = run(W, C, G, "blocked", tau=1e-4)
+    wanted, _ = run(W, C, G, impl, tau=1e-4)
     with torch.autocast("cpu", torch.bfloat16):
-        got, _ = run(W, C, G, "blocked", tau=1e-4)
+        got, _ = run(W, C, G, impl, tau=1e-4)
     assert torch.equal(got["W_tilde"], wanted["W_tilde"])
     assert torch.equal(got["dW"], wanted["dW"])
 
@@ -248,8 +259,9 @@ def test_compiles_with_a_learned_tau():
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("impl", ON_CPU)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck's own
-def test_operator_is_registered_properly():
+def test_operator_is_registered_properly(impl):
     W, C, _ = problem(31, 2, 4)
     torch.library.opcheck(
         torch.ops.dkm.cluster.default,
@@ -261,21 +273,21 @@ def test_operator_is_registered_properly():
             3,
             "sqeuclidean",
             "unrolled",
-            "blocked",
+            impl,
         ),
     )
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(("metric", "ours"), WAYS)
 @pytest.mark.parametrize("gradient", ["unrolled", "last", "implicit"])
 @pytest.mark.parametrize(("k", "d", "n"), [(4, 2, 50), (3, 1, 40), (8, 1, 60)])
-def test_gradients_equal_the_reference(k, d, n, gradient, metric):
+def test_gradients_equal_the_reference(k, d, n, gradient, metric, ours):
     W, C, G = problem(n, d, k)
     tau = (W - C[assign(W, C)]).square().mean() * (2 if metric == "sqeuclidean" else 10)
     # to the fixed point for the gradient of it; k d <= 8, so that 8 passes solve its linear system
     iterations = dict(eps=1e-13, max_iter=20_000) if gradient == "implicit" else dict(eps=0.0, max_iter=4)
     results = []
-    for impl in ("reference", "blocked"):
+    for impl in ("reference", ours):
         arguments = [x.clone().requires_grad_() for x in (W, C, tau)]
         W_tilde = cluster(arguments[0], arguments[1], tau=arguments[2], metric=metric, gradient=gradient, impl=impl,
                           **iterations).W_tilde  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 from dkm.clustering import kernels
 from dkm.clustering.backends import Registration
-from dkm.clustering.kernels import blocked, choose
+from dkm.clustering.kernels import blocked, choose, native
 
 numbers = itertools.count()  # what is found under a name is remembered: every test has names of its own
 
@@ -32,7 +32,11 @@ def registered(monkeypatch: pytest.MonkeyPatch):
 W = torch.zeros(10)
 
 
-def test_auto_on_a_cpu_is_blocked():
+def test_auto_on_a_cpu_is_native(monkeypatch: pytest.MonkeyPatch):
+    """Or, without a compiler, `blocked`."""
+    monkeypatch.setattr(native, "library", lambda dtype, d: object())
+    assert choose("auto", W, 1) is native
+    monkeypatch.setattr(native, "library", lambda dtype, d: None)
     assert choose("auto", W, 1) is blocked
 
 
@@ -46,18 +50,21 @@ def test_auto_takes_the_first_that_fits(registered):
 
 
 def test_auto_passes_one_that_does_not_fit(registered):
+    usual = choose("auto", W, 1)
     registered(fits=False)
-    assert choose("auto", W, 1) is blocked
+    assert choose("auto", W, 1) is usual
 
 
 def test_auto_passes_one_for_another_device(registered):
+    usual = choose("auto", W, 1)
     registered(fits=True, device="cuda")
-    assert choose("auto", W, 1) is blocked
+    assert choose("auto", W, 1) is usual
 
 
 def test_auto_passes_one_whose_package_is_not_installed(registered):
+    usual = choose("auto", W, 1)
     registered(fits=True, package="no_such_package_anywhere")
-    assert choose("auto", W, 1) is blocked
+    assert choose("auto", W, 1) is usual
     _, second = registered(fits=True, package="torch")
     assert choose("auto", W, 1) is second
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from backends import ON_CPU
 
 from dkm import assign, cluster, init_centroids
 
@@ -9,9 +10,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MEANS = [0.0, 1.0, 10.0, 100.0]  # in standard deviations
 
 
-def assert_as_accurate_as_the_reference(
-    W: torch.Tensor, C: torch.Tensor, tau: float, gradient: str, impl: str = "blocked"
-) -> None:
+def assert_as_accurate_as_the_reference(W: torch.Tensor, C: torch.Tensor, tau: float, gradient: str, impl: str) -> None:
     """Against float64 on the same float32 inputs.
 
     The reference computes differences directly.  Ours may have twice its error, and a rounding of the largest gradient.
@@ -32,6 +31,7 @@ def weights(n: int, d: int, mean: float) -> torch.Tensor:
     return (torch.randn(n, d, dtype=torch.float64) + mean).mul(0.05).float()
 
 
+@pytest.mark.parametrize("impl", ON_CPU)
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("multiple", [0.05, 1.0])
 @pytest.mark.parametrize(
@@ -47,18 +47,21 @@ def weights(n: int, d: int, mean: float) -> torch.Tensor:
         (256, 16, "unrolled"),
     ],
 )
-def test_down_to_a_twentieth_of_the_squared_error(k: int, d: int, gradient: str, multiple: float, mean: float):
+def test_down_to_a_twentieth_of_the_squared_error(
+    k: int, d: int, gradient: str, multiple: float, mean: float, impl: str
+):
     W = weights(6000, d, mean)
     C = init_centroids(W, k)
     tau = multiple * float((W - C[assign(W, C)]).square().mean())
-    assert_as_accurate_as_the_reference(W, C, tau, gradient)
+    assert_as_accurate_as_the_reference(W, C, tau, gradient, impl)
 
 
+@pytest.mark.parametrize("impl", ON_CPU)
 @pytest.mark.parametrize("mean", MEANS)
-def test_a_temperature_far_below_the_squared_error(mean: float):
+def test_a_temperature_far_below_the_squared_error(mean: float, impl: str):
     """Only the few vectors half way between two centroids have a gradient here: it takes many to have some."""
     W = weights(20_000, 10, mean)
-    assert_as_accurate_as_the_reference(W, init_centroids(W, 16), 4.6e-4 * 0.05**2, "last")
+    assert_as_accurate_as_the_reference(W, init_centroids(W, 16), 4.6e-4 * 0.05**2, "last", impl)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")

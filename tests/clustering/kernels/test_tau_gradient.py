@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from backends import ON_CPU
 from torch import Tensor
 
 from dkm import cluster, init_centroids
@@ -11,7 +12,6 @@ from dkm.modelling.clustered import squared_error
 ITERATIONS = 3
 DIRECTIONS = 8
 SIZES = [(4, 1), (6, 1), (8, 1), (4, 2), (8, 2)]
-METRICS = ["sqeuclidean", "euclidean"]
 
 
 def problem(bits: int, d: int, metric: str, multiple: float) -> tuple[Tensor, Tensor, Tensor, float]:
@@ -43,7 +43,7 @@ def size_of_terms(W: Tensor, C: Tensor, G: Tensor, tau: float, metric: str) -> f
     return float(sum(terms)) / tau
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(("metric", "ours"), [("euclidean", "blocked"), *(("sqeuclidean", impl) for impl in ON_CPU)])
 @pytest.mark.parametrize("multiple", [0.05, 0.2, 1.0])
 @pytest.mark.parametrize(
     ("bits", "d", "gradient"),
@@ -51,7 +51,9 @@ def size_of_terms(W: Tensor, C: Tensor, G: Tensor, tau: float, metric: str) -> f
     # with more centroids, the reference of this one would take minutes
     + [(bits, d, "implicit") for bits, d in SIZES if bits < 8],
 )
-def test_as_accurate_as_the_float32_reference(bits: int, d: int, gradient: str, multiple: float, metric: str):
+def test_as_accurate_as_the_float32_reference(
+    bits: int, d: int, gradient: str, multiple: float, metric: str, ours: str
+):
     """Against float64, over several directions, because a single error may be small by luck.
 
     Twice the reference's error is allowed, and four roundings (eps) of the terms of the sum.
@@ -60,26 +62,27 @@ def test_as_accurate_as_the_float32_reference(bits: int, d: int, gradient: str, 
     W, C, G, tau = problem(bits, d, metric, multiple)
     found = {
         (impl, dtype): gradients_of_tau(W, C, G, tau, impl, dtype, **options)
-        for impl in ("reference", "blocked")
+        for impl in ("reference", ours)
         for dtype in (torch.double, torch.float)
     }
-    if gradient != "implicit":  # the reference solves the system of the fixed point exactly, `blocked` in a few passes
-        torch.testing.assert_close(found["blocked", torch.double], found["reference", torch.double], rtol=1e-8, atol=0)
+    if gradient != "implicit":  # the reference solves the system of the fixed point exactly, ours in a few passes
+        torch.testing.assert_close(found[ours, torch.double], found["reference", torch.double], rtol=1e-8, atol=0)
     errors = {
         impl: float((found[impl, torch.float] - found[impl, torch.double]).square().mean().sqrt())
-        for impl in ("reference", "blocked")
+        for impl in ("reference", ours)
     }
     floor = 4 * torch.finfo(torch.float).eps * size_of_terms(W, C, G[0], tau, metric)
-    assert errors["blocked"] <= 2 * errors["reference"] + floor, errors
+    assert errors[ours] <= 2 * errors["reference"] + floor, errors
 
 
-def test_only_tau_is_wanted():
+@pytest.mark.parametrize("impl", ON_CPU)
+def test_only_tau_is_wanted(impl: str):
     """It is the same whether or not W and C need a gradient, and has the shape of tau."""
     W, C, G, tau = problem(3, 2, "sqeuclidean", 1.0)
-    alone = gradients_of_tau(W, C, G, tau, "blocked", torch.double, max_iter=ITERATIONS)[0]
+    alone = gradients_of_tau(W, C, G, tau, impl, torch.double, max_iter=ITERATIONS)[0]
     arguments = [x.double().requires_grad_() for x in (W, C, torch.tensor([tau]))]
     weight, centroids, temperature = arguments
-    W_tilde = cluster(weight, centroids, tau=temperature, eps=0.0, max_iter=ITERATIONS, impl="blocked").W_tilde
+    W_tilde = cluster(weight, centroids, tau=temperature, eps=0.0, max_iter=ITERATIONS, impl=impl).W_tilde
     together = torch.autograd.grad(W_tilde, arguments, G[0].double())[2]
     assert together.shape == (1,)
     torch.testing.assert_close(together[0], alone, rtol=1e-6, atol=0)  # tau was rounded to float32

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dkm
 from dkm import Clustered
+from dkm.clustering.kernels import choose
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FOLDER = Path(sys.argv[1])
@@ -247,27 +248,27 @@ def fsdp_learned_temperature_and_other_options_of_groups():
 
 def fsdp_large_groups_one_by_one():
     """As for groups that are too large to be clustered together."""
-    from dkm.clustering.kernels import blocked
+    backend = choose("auto", torch.zeros(1, dtype=torch.double), 4)
 
-    fits, blocked.fits_groups = blocked.fits_groups, lambda *_: False
+    fits, backend.fits_groups = backend.fits_groups, lambda *_: False
     try:
         reference, model = pair("0:2/3 scaled per 4x7, 2:2 per 25", tau="learn")
         train(model, reference)
     finally:
-        blocked.fits_groups = fits
+        backend.fits_groups = fits
 
 
 def fsdp_every_group_on_one_rank():
     """A rank holds its groups and no more: at most the values of one group come from other ranks."""
-    from dkm.clustering.kernels import blocked
+    backend = choose("auto", torch.zeros(1, dtype=torch.double), 4)
 
-    sizes, forward = [], blocked.forward_groups
+    sizes, forward = [], backend.forward_groups
 
     def counted(W, *args):
         sizes.append(W.numel())
         return forward(W, *args)
 
-    blocked.forward_groups = counted
+    backend.forward_groups = counted
     try:
         for plan, rows in (("0:2 per 8x6", 64), ("0:2 per 5 rows", 64)):
             _, model = pair(plan, make=lambda rows=rows: nn.Sequential(nn.Linear(24, rows)).double())
@@ -276,7 +277,7 @@ def fsdp_every_group_on_one_rank():
             groups = [min(5, 64 - row) for row in range(0, 64, 5) if row * RANKS // 64 == RANK]
             assert sizes == [24 * (64 // RANKS if "x" in plan else sum(groups))], (plan, sizes)
     finally:
-        blocked.forward_groups = forward
+        backend.forward_groups = forward
 
 
 def fsdp_diverged_weights_of_groups():
@@ -359,9 +360,9 @@ def fsdp_learned_temperature():
 
 
 def fsdp_every_rank_clusters_its_own_shard():
-    from dkm.clustering.kernels import blocked
+    backend = choose("auto", torch.zeros(1, dtype=torch.double), 4)
 
-    sizes, forward, backward = [], blocked.forward, blocked.backward
+    sizes, forward, backward = [], backend.forward, backend.backward
 
     def counted(real, position):
         def wrapper(*args, **options):
@@ -371,11 +372,11 @@ def fsdp_every_rank_clusters_its_own_shard():
         return wrapper
 
     _, model = pair("0:3/4", make=lambda: nn.Sequential(nn.Linear(24, 64)).double())
-    blocked.forward, blocked.backward = counted(forward, 0), counted(backward, 0)
+    backend.forward, backend.backward = counted(forward, 0), counted(backward, 0)
     try:
         loss(model, mine(batch())).backward()
     finally:
-        blocked.forward, blocked.backward = forward, backward
+        backend.forward, backend.backward = forward, backward
     assert sizes
     assert set(sizes) == {64 * 24 // RANKS}, sizes
 

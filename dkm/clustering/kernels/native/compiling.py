@@ -1,0 +1,149 @@
+"""`passes.c` as a library for this processor: compiled by the user's C compiler at first use, and kept.
+
+There is a library for each dtype and each small dimension of vectors, which the compiler then knows.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+from ....foundation.errors import DKMError
+
+SOURCE = Path(__file__).with_name("passes.c")
+FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
+# the first that the compiler knows: this processor's instructions, with their widest registers where there is a choice
+TARGETS = [["-march=native", "-mprefer-vector-width=512"], ["-march=native"], ["-mcpu=native"], []]
+KNOWN = 8  # up to this dimension the compiler is told it
+
+
+class CompileError(DKMError, RuntimeError):
+    """Raised where there is no library, by what cannot do without one."""
+
+
+class _Single(ctypes.Structure):
+    """`Weight` in passes.c, for float."""
+
+    _fields_ = [
+        ("W", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("N", "d", "k", "chunk")),
+        *((name, ctypes.c_float) for name in ("scale", "cutoff", "slope")),
+    ]
+
+
+class _Double(ctypes.Structure):
+    """`Weight` in passes.c, for double."""
+
+    _fields_ = [
+        *_Single._fields_[:5],
+        *((name, ctypes.c_double) for name in ("scale", "cutoff", "slope")),
+    ]
+
+
+def weight_type(dtype: torch.dtype) -> type[ctypes.Structure]:
+    """`Weight` in passes.c for this dtype, float32 or float64."""
+    return _Single if dtype == torch.float32 else _Double
+
+
+def library(dtype: torch.dtype, d: int) -> ctypes.CDLL | None:
+    """The passes for float32 or float64 and for this dimension; None if they are switched off by `DKM_COMPILE=0`, if
+    there is no compiler, or if it failed, of which there is a warning."""
+    return _library(dtype, d if d <= KNOWN else 0)
+
+
+@functools.cache
+def _library(dtype: torch.dtype, d: int) -> ctypes.CDLL | None:
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    single = dtype == torch.float32
+    defines = [f"-DREAL={'float' if single else 'double'}", f"-DSINGLE={int(single)}"] + [f"-DDIM={d}"] * (d > 0)
+    try:
+        return ctypes.CDLL(str(_compiled(compiler, defines)))
+    except (CompileError, OSError) as error:
+        warnings.warn(
+            f"dkm clusters in plain PyTorch, which takes several times as long, because its C code could not be "
+            f"compiled: {error}.  DKM_COMPILE=0 does so without this warning.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _compiler() -> str | None:
+    if os.environ.get("DKM_COMPILE") == "0" or sys.platform == "win32":
+        return None
+    chosen = os.environ.get("CC")
+    names = [chosen] if chosen else ["cc", "gcc", "clang"]
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def _compiled(compiler: str, defines: list[str]) -> Path:
+    """The library's file, from the cache or from the compiler."""
+    version = _run([compiler, "--version"])
+    facts = [SOURCE.read_text(encoding="utf-8"), *FLAGS, *map(str, TARGETS), *defines, compiler, version, _processor()]
+    name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32] + ".so"
+    folder = _folder()
+    if not (folder / name).exists():
+        # Under another name first: a process that is killed, or another one at the same time, leaves no broken file.
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            new = Path(place, name)
+            _compile([compiler, *FLAGS, *defines], new)
+            os.replace(new, folder / name)
+    return folder / name
+
+
+def _compile(command: list[str], new: Path) -> None:
+    for target in TARGETS:
+        try:
+            _run([*command, *target, str(SOURCE), "-o", str(new)])
+            return
+        except CompileError:
+            if target == TARGETS[-1]:
+                raise
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(str(error)) from error
+    if done.returncode:
+        raise CompileError(f"{command[0]} said: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+def _processor() -> str:
+    """What this processor can do: a home folder may be shared by machines of several kinds."""
+    described = Path("/proc/cpuinfo")
+    if described.exists():
+        lines = described.read_text(encoding="utf-8", errors="replace").splitlines()
+        kinds = {line for line in lines if line.partition(":")[0].strip() in ("model name", "flags", "Features")}
+        return "\n".join(sorted(kinds))
+    return f"{platform.machine()} {platform.processor()}"
+
+
+@functools.cache
+def _folder() -> Path:
+    """Where libraries are kept: in the user's cache or, if that cannot be written, for this process only."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dkm")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return Path(_temporary().name)
+
+
+@functools.cache
+def _temporary() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="dkm-")  # kept until the process ends, which removes it

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from .kernels.blocked import BLOCK
-from .vectors import compute_dtype
+from .kernels.native import nearest
+from .vectors import compute_dtype, in_memory
 
 CACHED = 1 << 16  # numbers that a CPU's cache holds, next to what else is in it
-FEW_EDGES = 31  # so many comparisons of a value are faster than a bisection
 
 
 def assign(W: Tensor, C: Tensor) -> Tensor:
@@ -19,24 +19,25 @@ def assign(W: Tensor, C: Tensor) -> Tensor:
     if W.ndim != 2 or C.ndim != 2 or W.shape[1] != C.shape[1]:
         raise ValueError(f"assign needs W (n, d) and C (k, d), got W {tuple(W.shape)} and C {tuple(C.shape)}")
     W, C = W.detach(), C.detach().to(compute_dtype(W.dtype))
+    has_memory = in_memory(W)
     if C.shape[1] == 1:
         # by bisection between sorted centroids: exact, and O(n log k)
         levels, order = C[:, 0].sort(stable=True)
         edges = (levels[1:] + levels[:-1]) / 2
         # Of equal centroids the first one is taken.  Clamped, because the position of NaN is past the end.
-        first = torch.searchsorted(levels, levels).clamp(max=len(levels) - 1)
-        return order[first].index_select(0, _positions(W[:, 0].to(C.dtype).contiguous(), edges))
+        labels = order[torch.searchsorted(levels, levels).clamp(max=len(levels) - 1)]
+        found = nearest.positions(W[:, 0], edges, labels) if has_memory else None
+        return (
+            labels.index_select(0, torch.bucketize(W[:, 0].to(C.dtype).contiguous(), edges)) if found is None else found
+        )
+    if has_memory and (found := nearest.nearest(W, C)) is not None:
+        return found
     with torch.autocast(W.device.type, enabled=False):
         offsets = -C.square().sum(1) / 2
-        if W.device.type == "cpu" and _has_memory():
+        if has_memory:
             return _largest(W, C, offsets)
         blocks = W.split(max(1, (CACHED if W.device.type == "cpu" else BLOCK) // len(C)))
         return torch.cat([torch.addmm(offsets, block.to(C.dtype), C.t()).argmax(1) for block in blocks])
-
-
-def _has_memory() -> bool:
-    """Whether tensors have memory that numpy can read: not for torch.compile, and not inside torch.func.grad."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def _largest(W: Tensor, C: Tensor, offsets: Tensor) -> Tensor:
@@ -50,20 +51,6 @@ def _largest(W: Tensor, C: Tensor, offsets: Tensor) -> Tensor:
         torch.addmm(offsets, block.to(C.dtype), C.t(), out=found)
         found.numpy().argmax(1, out=into.numpy())
     return codes
-
-
-def _positions(values: Tensor, edges: Tensor) -> Tensor:
-    """`(n,)`, `(k - 1,)` ascending -> `(n,)` int64: how many edges are below each value; all of them for NaN."""
-    if values.device.type != "cpu" or len(edges) > FEW_EDGES or torch.compiler.is_compiling():
-        return torch.bucketize(values, edges)
-    # a comparison of many values with one edge takes a fraction of a bisection, in pieces that stay in the cache
-    positions = torch.empty(len(values), dtype=torch.int64)
-    for piece, into in zip(values.split(CACHED), positions.split(CACHED), strict=True):
-        count = torch.zeros(len(piece), dtype=torch.uint8)
-        for edge in edges.tolist():  # exact: a float of Python holds every float32
-            count += (piece <= edge).logical_not_()
-        into.copy_(count)
-    return positions
 
 
 def assign_groups(V: Tensor, C: Tensor) -> Tensor:

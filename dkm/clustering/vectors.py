@@ -22,3 +22,11 @@ def from_vectors(W: Tensor, shape: torch.Size) -> Tensor:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that weights of this dtype are clustered in, and that their centroids have: at least float32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def in_memory(X: Tensor) -> bool:
+    """Whether the values are in the CPU's memory, where compiled code and numpy can read them: not for torch.compile,
+    and not inside torch.func.grad."""
+    if X.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None

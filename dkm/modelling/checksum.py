@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from ..clustering.kernels.native.checksum import weighted_sums
+from ..clustering.vectors import in_memory
+
 SPAN = 1 << 16  # positions that one table of factors is for
 ROWS = 16  # spans that are handled at once; so many integers of 64 bits are in memory
 # Two odd numbers without a pattern, below 2^63.  The kernels (`triton/device/checksum.py`) have the same.
@@ -26,6 +29,9 @@ def checksum(weight: Tensor, first: int = 0) -> Tensor:
     tail = head + spans * SPAN
     total = (bits[:head].long() * inner[first % SPAN :][:head]).sum() * outer[0]
     whole, factors = bits[head:tail].view(spans, SPAN), outer[len(outer) - 1 - spans : -1]
+    if in_memory(weight) and (sums := weighted_sums(whole, inner[:SPAN])) is not None:
+        total = total + (torch.tensor(sums, dtype=torch.int64) * factors).sum()
+        spans = 0
     # the compiler needs no pieces: it writes nothing in between to memory
     step = max(spans, 1) if torch.compiler.is_compiling() else ROWS
     for row in range(0, spans, step):

@@ -6,7 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..clustering.threads import spread
 from .dtensors import is_sharded
+
+PIECE = 1 << 19  # values that a thread compares at a time
 
 
 class Snapped(Tensor):
@@ -112,9 +115,17 @@ def _is_plain(weight: Tensor) -> bool:
 
 def _all_equal(kept: list[Tensor], now: list[Tensor]) -> bool:
     return len(kept) == len(now) and all(
-        a.dtype == b.dtype and a.device == b.device and a.shape == b.shape and torch.equal(a, b)
+        a.dtype == b.dtype and a.device == b.device and a.shape == b.shape and _equal(a, b)
         for a, b in zip(kept, now, strict=True)
     )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """`torch.equal`, in several threads."""
+    if a.numel() <= PIECE or not (a.is_contiguous() and b.is_contiguous()):
+        return torch.equal(a, b)
+    a, b = a.reshape(-1), b.reshape(-1)
+    return all(spread(lambda at: torch.equal(a[at : at + PIECE], b[at : at + PIECE]), range(0, len(a), PIECE)))
 
 
 def _is_intact(kept: _Kept) -> bool:

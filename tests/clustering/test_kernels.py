@@ -34,9 +34,9 @@ W = torch.zeros(10)
 
 def test_auto_on_a_cpu_is_native(monkeypatch: pytest.MonkeyPatch):
     """Or, without a compiler, `blocked`."""
-    monkeypatch.setattr(native, "library", lambda dtype, d: object())
+    monkeypatch.setattr(native, "passes", lambda dtype, d: object())
     assert choose("auto", W, 1) is native
-    monkeypatch.setattr(native, "library", lambda dtype, d: None)
+    monkeypatch.setattr(native, "passes", lambda dtype, d: None)
     assert choose("auto", W, 1) is blocked
 
 

@@ -123,7 +123,7 @@ def test_after_a_fork(threads):
 def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """As at the first use, with an empty cache, which is returned."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    caches = (compiling._library, compiling._folder)
+    caches = (compiling.library, compiling._folder)
     for cache in caches:
         cache.cache_clear()
     yield tmp_path / "dkm"
@@ -133,19 +133,19 @@ def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_library_is_compiled_once(forgotten: Path, monkeypatch: pytest.MonkeyPatch):
-    assert compiling.library(torch.float32, 3) is not None
+    assert compiling.passes(torch.float32, 3) is not None
     (first,) = forgotten.iterdir()
     written = first.stat().st_mtime_ns
-    compiling._library.cache_clear()
+    compiling.library.cache_clear()
     monkeypatch.setattr(compiling, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert compiling.library(torch.float32, 3) is not None
+    assert compiling.passes(torch.float32, 3) is not None
     assert [first] == list(forgotten.iterdir())
     assert first.stat().st_mtime_ns == written
 
 
 def test_large_dimensions_share_a_library(forgotten: Path):
-    assert compiling.library(torch.float32, 9) is compiling.library(torch.float32, 100)
-    assert compiling.library(torch.float64, 9) is not compiling.library(torch.float32, 9)
+    assert compiling.passes(torch.float32, 9) is compiling.passes(torch.float32, 100)
+    assert compiling.passes(torch.float64, 9) is not compiling.passes(torch.float32, 9)
 
 
 @pytest.mark.parametrize("how", ["DKM_COMPILE", "CC"])
@@ -179,18 +179,18 @@ def test_a_compiler_that_fails_is_said_once(forgotten: Path, monkeypatch: pytest
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
     with pytest.warns(RuntimeWarning, match="in plain PyTorch, .*: no such header.*DKM_COMPILE=0"):
-        assert compiling.library(torch.float32, 1) is None
-    assert compiling.library(torch.float32, 1) is None
+        assert compiling.passes(torch.float32, 1) is None
+    assert compiling.passes(torch.float32, 1) is None
     assert list(forgotten.iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written(forgotten: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert compiling.library(torch.float32, 1) is not None
+    assert compiling.passes(torch.float32, 1) is not None
     assert not forgotten.exists()
 
 
 def test_a_flag_that_the_compiler_does_not_know(forgotten: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiling, "TARGETS", [["-march=no-such-processor"], []])
-    assert compiling.library(torch.float32, 1) is not None
+    assert compiling.passes(torch.float32, 1) is not None

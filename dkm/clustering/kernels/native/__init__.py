@@ -1,24 +1,24 @@
 """The loop on a CPU, compiled: about five times as fast as `blocked`, in as little memory.
 
     passes.c      what a pass over all vectors computes
-    compiling.py  the user's C compiler makes a library of it, once; without a compiler, `blocked` computes everything
+    nearest.py    the nearest centroid of every vector, which passes.c computes, too
+    checksum.c    checksum.py: the sum that tells whether a weight has changed
+    compiling.py  the user's C compiler makes libraries of these, once; without one, `blocked` computes everything
 
 A weight is cut into chunks, and several threads compute some chunks each.  Every chunk has sums of its own, which are
 added up in their order, so nothing depends on the number of threads.
 """
 
 import ctypes
-import functools
 import math
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...options import ClusterOptions
+from ...threads import spread
 from ...vectors import compute_dtype
 from .. import blocked, loop
 from ..backend import Gradients, Reduce, Trace
@@ -26,7 +26,7 @@ from ..blocked_groups import backward_groups as backward_groups  # a part of thi
 from ..blocked_groups import fits_groups as fits_groups
 from ..blocked_groups import forward_groups as forward_groups
 from ..reference import no_mass
-from .compiling import CompileError, library, weight_type
+from .compiling import CompileError, passes, pointer, weight_type
 
 CHUNK = 4096  # vectors, at least: sums in float32 over so many are as exact as their terms
 PER_CENTROID = 32  # vectors, at least: the sums of a chunk then take an eighth of the memory of its weights
@@ -35,12 +35,7 @@ CONVERTED = 1 << 18  # weights of 16 bit that are converted at a time
 
 def fits(W: Tensor, d: int) -> bool:
     """Whether there is a compiler, and the weight lies in the CPU's memory."""
-    if W.device.type != "cpu":
-        return False
-    try:
-        return library(compute_dtype(W.dtype), d) is not None
-    except CompileError:
-        return False
+    return W.device.type == "cpu" and passes(compute_dtype(W.dtype), d) is not None
 
 
 def forward(
@@ -79,7 +74,7 @@ class _Weight:
     def __init__(self, W: Tensor, shape: torch.Size, tau: float):
         self.W, self.tau, self.dtype = W.contiguous(), tau, compute_dtype(W.dtype)
         self.k, self.d = shape
-        self.library, self.facts = library(self.dtype, self.d), weight_type(self.dtype)
+        self.library, self.facts = passes(self.dtype, self.d), weight_type(self.dtype)
         if self.library is None:
             raise CompileError(
                 'impl="native" needs a C compiler (cc, gcc or clang), and DKM_COMPILE not to be 0: use impl="auto"'
@@ -113,19 +108,15 @@ class _Weight:
             tensors = [*small, *large[1:], into if written is None else written]
             found = [None if X is None else X[first:] for X in sums]
             facts = self.facts(large[0].data_ptr(), len(large[0]), self.d, self.k, self.chunk, *self.factors)
-            if function(ctypes.byref(facts), *map(_pointer, [*tensors, *found])):
+            if function(ctypes.byref(facts), *map(pointer, [*tensors, *found])):
                 raise MemoryError(f"no memory is left to cluster {self.W.numel():,} weights with {self.k} centroids")
             if into is not None and written is not None:
                 into.copy_(written)
 
-        each = -(-self.chunks // torch.get_num_threads())
+        each = -(-self.chunks // torch.get_num_threads()) or 1  # the shard of a rank may be empty
         if self.W.dtype != self.dtype:
             each = max(1, min(each, CONVERTED // (self.chunk * self.d)))
-        firsts = range(0, self.chunks, each)
-        if len(firsts) == 1:
-            piece(0)
-        else:
-            list(_pool(os.getpid(), torch.get_num_threads()).map(piece, firsts))
+        spread(piece, range(0, self.chunks, each))
 
     def new_sums(self, *shape: int) -> Tensor:
         """For sums of each chunk, of this shape."""
@@ -185,13 +176,3 @@ class _GradientPasses(_Weight):
     def result(self) -> tuple[Tensor, Tensor | None]:
         dtau = None if self.lost is None else (self.lost.sum() / self.tau**2).to(self.dtype)
         return self.dW.to(self.W.dtype), dtau
-
-
-def _pointer(X: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if X is None else X.data_ptr())
-
-
-@functools.lru_cache(maxsize=1)
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """The threads of this process: a fork inherits none."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="dkm")

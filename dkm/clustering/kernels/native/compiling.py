@@ -1,7 +1,4 @@
-"""`passes.c` as a library for this processor: compiled by the user's C compiler at first use, and kept.
-
-There is a library for each dtype and each small dimension of vectors, which the compiler then knows.
-"""
+"""C files as libraries for this processor: compiled by the user's C compiler at first use, and kept."""
 
 import ctypes
 import functools
@@ -16,10 +13,11 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ....foundation.errors import DKMError
 
-SOURCE = Path(__file__).with_name("passes.c")
+FOLDER = Path(__file__).parent
 FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
 # the first that the compiler knows: this processor's instructions, with their widest registers where there is a choice
 TARGETS = [["-march=native", "-mprefer-vector-width=512"], ["-march=native"], ["-mcpu=native"], []]
@@ -54,21 +52,30 @@ def weight_type(dtype: torch.dtype) -> type[ctypes.Structure]:
     return _Single if dtype == torch.float32 else _Double
 
 
-def library(dtype: torch.dtype, d: int) -> ctypes.CDLL | None:
-    """The passes for float32 or float64 and for this dimension; None if they are switched off by `DKM_COMPILE=0`, if
-    there is no compiler, or if it failed, of which there is a warning."""
-    return _library(dtype, d if d <= KNOWN else 0)
+def pointer(X: Tensor | None) -> ctypes.c_void_p:
+    """Where the values of a contiguous tensor are; NULL for None."""
+    return ctypes.c_void_p(None if X is None else X.data_ptr())
+
+
+def passes(dtype: torch.dtype, d: int) -> ctypes.CDLL | None:
+    """`passes.c` for float32 or float64 and for this dimension of vectors, or None; see `library`."""
+    single = dtype == torch.float32
+    dimension = [f"DIM={d}"] if d <= KNOWN else []
+    return library("passes.c", f"REAL={'float' if single else 'double'}", f"SINGLE={int(single)}", *dimension)
 
 
 @functools.cache
-def _library(dtype: torch.dtype, d: int) -> ctypes.CDLL | None:
+def library(source: str, *defines: str) -> ctypes.CDLL | None:
+    """A C file of this folder, compiled with these macros.
+
+    None if that is switched off by `DKM_COMPILE=0`, if there is no compiler, or if it failed, of which there is a
+    warning.
+    """
     compiler = _compiler()
     if compiler is None:
         return None
-    single = dtype == torch.float32
-    defines = [f"-DREAL={'float' if single else 'double'}", f"-DSINGLE={int(single)}"] + [f"-DDIM={d}"] * (d > 0)
     try:
-        return ctypes.CDLL(str(_compiled(compiler, defines)))
+        return ctypes.CDLL(str(_compiled(compiler, FOLDER / source, [f"-D{define}" for define in defines])))
     except (CompileError, OSError) as error:
         warnings.warn(
             f"dkm clusters in plain PyTorch, which takes several times as long, because its C code could not be "
@@ -87,17 +94,17 @@ def _compiler() -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
 
 
-def _compiled(compiler: str, defines: list[str]) -> Path:
+def _compiled(compiler: str, source: Path, defines: list[str]) -> Path:
     """The library's file, from the cache or from the compiler."""
     version = _run([compiler, "--version"])
-    facts = [SOURCE.read_text(encoding="utf-8"), *FLAGS, *map(str, TARGETS), *defines, compiler, version, _processor()]
+    facts = [source.read_text(encoding="utf-8"), *FLAGS, *map(str, TARGETS), *defines, compiler, version, _processor()]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32] + ".so"
     folder = _folder()
     if not (folder / name).exists():
         # Under another name first: a process that is killed, or another one at the same time, leaves no broken file.
         with tempfile.TemporaryDirectory(dir=folder) as place:
             new = Path(place, name)
-            _compile([compiler, *FLAGS, *defines], new)
+            _compile([compiler, *FLAGS, *defines, str(source)], new)
             os.replace(new, folder / name)
     return folder / name
 
@@ -105,7 +112,7 @@ def _compiled(compiler: str, defines: list[str]) -> Path:
 def _compile(command: list[str], new: Path) -> None:
     for target in TARGETS:
         try:
-            _run([*command, *target, str(SOURCE), "-o", str(new)])
+            _run([*command, *target, "-o", str(new)])
             return
         except CompileError:
             if target == TARGETS[-1]:

@@ -51,7 +51,7 @@ typedef struct {
 /* The memory of one call. */
 typedef struct {
     REAL *x, *g, *average, *out, *numerators, *sums; /* (d, LANES) four times, (k, LANES), (k, 2 d, WIDTH) */
-    REAL share[LANES], least[LANES]; /* 1 / the denominator, 0 beyond the last vector; the smallest distance */
+    REAL share[LANES] __attribute__((aligned(64))), least[LANES] __attribute__((aligned(64))); /* 1 / the denominator, 0 beyond the last vector; the smallest distance */
 } Place;
 
 static int allocate(Place *at, const Weight *w)
@@ -100,6 +100,19 @@ static void store(const REAL *columns, int64_t N, int64_t d, int64_t first, REAL
             to[l * d + j] = add ? to[l * d + j] + columns[j * LANES + l] : columns[j * LANES + l];
 }
 
+/* |x - c|^2 of the lanes. */
+static inline void distances(const Place *at, const REAL *c, int64_t d, REAL *row)
+{
+    for (int part = 0; part < PARTS; part++) {
+        V sum = {0};
+        for (int64_t j = 0; j < d; j++) {
+            V difference = ((const V *)(at->x + j * LANES))[part] - c[j];
+            sum += difference * difference;
+        }
+        ((V *)row)[part] = sum;
+    }
+}
+
 /* The numerators of the softmax of -|x - c|^2 / tau, relative to the largest, and the share of each lane. */
 static void attend(const Weight *w, const REAL *C, int64_t count, Place *at)
 {
@@ -110,16 +123,8 @@ static void attend(const Weight *w, const REAL *C, int64_t count, Place *at)
         total[l] = 0;
     }
     for (int64_t i = 0; i < k; i++) {
-        const REAL *c = C + i * d;
         REAL *row = at->numerators + i * LANES;
-        for (int part = 0; part < PARTS; part++) {
-            V sum = {0};
-            for (int64_t j = 0; j < d; j++) {
-                V difference = ((const V *)(at->x + j * LANES))[part] - c[j];
-                sum += difference * difference;
-            }
-            ((V *)row)[part] = sum;
-        }
+        distances(at, C + i * d, d, row);
         for (int l = 0; l < LANES; l++)
             at->least[l] = row[l] < at->least[l] ? row[l] : at->least[l];
     }
@@ -354,4 +359,54 @@ int dkm_through_update(const Weight *w, const REAL *C, const REAL *H, const REAL
     }
     free(at.x);
     return 0;
+}
+
+/* codes (n,): the nearest centroid of each vector, the first of equally near ones. */
+int dkm_nearest(const Weight *w, const REAL *C, int64_t *codes)
+{
+    const int64_t d = DIM(w), k = w->k, n = vectors(w);
+    Place at;
+    if (allocate(&at, w))
+        return 1;
+    FOR_BLOCKS(0, n, first) {
+        REAL distance[LANES] __attribute__((aligned(64))), least[LANES];
+        BITS nearest[LANES]; /* as many bits as a REAL, so that both are compared and replaced side by side */
+        load(w->W, w->N, d, first, at.x);
+        for (int l = 0; l < LANES; l++) {
+            least[l] = INFINITY;
+            nearest[l] = 0;
+        }
+        for (int64_t i = 0; i < k; i++) {
+            distances(&at, C + i * d, d, distance);
+            for (int l = 0; l < LANES; l++) {
+                int closer = distance[l] < least[l];
+                least[l] = closer ? distance[l] : least[l];
+                nearest[l] = closer ? (BITS)i : nearest[l];
+            }
+        }
+        for (int l = 0; l < count; l++)
+            codes[first + l] = nearest[l];
+    }
+    free(at.x);
+    return 0;
+}
+
+/* codes (N,) of single weights: labels[the number of the edges (count,), in ascending order, that are below a weight].
+   A NaN is above all of them. */
+void dkm_positions(const REAL *W, int64_t N, const REAL *edges, int64_t count, const int64_t *labels, int64_t *codes)
+{
+    for (int64_t first = 0; first < N; first += LANES) {
+        int64_t here = least_of(LANES, N - first);
+        REAL x[LANES];
+        BITS below[LANES];
+        for (int l = 0; l < LANES; l++) {
+            x[l] = l < here ? W[first + l] : 0;
+            below[l] = 0;
+        }
+        for (int64_t i = 0; i < count; i++)
+            for (int l = 0; l < LANES; l++)
+                below[l] += !(x[l] <= edges[i]);
+        for (int l = 0; l < here; l++)
+            codes[first + l] = labels[below[l]];
+    }
 }

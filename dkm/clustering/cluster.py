@@ -58,8 +58,9 @@ def cluster(W: Tensor, C: Tensor, *, tau: float | Tensor, **options: Any) -> Clu
             and is the cheapest.  "implicit" takes them as the fixed point they have converged to (IDKM), in a
             fixed number of passes, whatever max_iter.  The last two give no gradient to `C`.
         impl: "reference" materialises A: O(max_iter * n * k) memory, autograd's own gradient.  "blocked"
-            recomputes A block by block in both passes: O(n * d) memory, any device.  "triton" does so on the
-            chip of a GPU, without waiting for it.  "auto" (the default) picks for the device.
+            recomputes A block by block in both passes: O(n * d) memory, any device.  "native" does so in compiled
+            code on a CPU, "triton" on the chip of a GPU, without waiting for it.  "auto" (the default) picks for the
+            device.
     """
     chosen = ClusterOptions(**options)
     check_tau(tau)

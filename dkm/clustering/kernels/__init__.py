@@ -2,6 +2,8 @@
 
     backend.py     the contract of a backend
     reference.py   the paper, literally: the definition of correct, slow and large
+    loop.py        the iterations of the backends that make one pass over all vectors after another, which are:
+    native/        CPUs: passes in C, which the user's compiler compiles
     blocked.py     plain PyTorch on any device, in memory proportional to the weight; blocked_groups.py for groups,
                    columns.py its blocks, nodes.py a few places that stand for many single weights
     triton/        NVIDIA GPUs: attention never leaves the chip

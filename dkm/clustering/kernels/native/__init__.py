@@ -1,8 +1,10 @@
 """The loop on a CPU, compiled: about five times as fast as `blocked`, in as little memory.
 
-    passes.c      what a pass over all vectors computes
-    nearest.py    the nearest centroid of every vector, which passes.c computes, too
-    checksum.c    checksum.py: the sum that tells whether a weight has changed
+    vectors.h     what is computed for vectors
+    passes.c      one pass over all vectors of a weight
+    groups.py     the loop for groups: groups.c
+    nearest.py    the nearest centroid of every vector, in passes.c
+    checksum.py   the sum that tells whether a weight has changed: checksum.c
     compiling.py  the user's C compiler makes libraries of these, once; without one, `blocked` computes everything
 
 A weight is cut into chunks, and several threads compute some chunks each.  Every chunk has sums of its own, which are
@@ -22,11 +24,11 @@ from ...threads import spread
 from ...vectors import compute_dtype
 from .. import blocked, loop
 from ..backend import Gradients, Reduce, Trace
-from ..blocked_groups import backward_groups as backward_groups  # a part of this backend
-from ..blocked_groups import fits_groups as fits_groups
-from ..blocked_groups import forward_groups as forward_groups
+from ..blocked_groups import fits_groups as fits_groups  # a part of this backend
 from ..reference import no_mass
 from .compiling import CompileError, passes, pointer, weight_type
+from .groups import backward_groups as backward_groups
+from .groups import forward_groups as forward_groups
 
 CHUNK = 4096  # vectors, at least: sums in float32 over so many are as exact as their terms
 PER_CENTROID = 32  # vectors, at least: the sums of a chunk then take an eighth of the memory of its weights

@@ -29,26 +29,28 @@ class CompileError(DKMError, RuntimeError):
 
 
 class _Single(ctypes.Structure):
-    """`Weight` in passes.c, for float."""
+    """`Weight` in vectors.h, for float."""
 
     _fields_ = [
         ("W", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("N", "d", "k", "chunk")),
         *((name, ctypes.c_float) for name in ("scale", "cutoff", "slope")),
+        ("counts", ctypes.c_void_p),
     ]
 
 
 class _Double(ctypes.Structure):
-    """`Weight` in passes.c, for double."""
+    """`Weight` in vectors.h, for double."""
 
     _fields_ = [
         *_Single._fields_[:5],
         *((name, ctypes.c_double) for name in ("scale", "cutoff", "slope")),
+        ("counts", ctypes.c_void_p),
     ]
 
 
 def weight_type(dtype: torch.dtype) -> type[ctypes.Structure]:
-    """`Weight` in passes.c for this dtype, float32 or float64."""
+    """`Weight` in vectors.h for this dtype, float32 or float64."""
     return _Single if dtype == torch.float32 else _Double
 
 
@@ -57,11 +59,11 @@ def pointer(X: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if X is None else X.data_ptr())
 
 
-def passes(dtype: torch.dtype, d: int) -> ctypes.CDLL | None:
-    """`passes.c` for float32 or float64 and for this dimension of vectors, or None; see `library`."""
+def passes(dtype: torch.dtype, d: int, source: str = "passes.c") -> ctypes.CDLL | None:
+    """`passes.c`, or `groups.c`, for float32 or float64 and for this dimension of vectors; or None, see `library`."""
     single = dtype == torch.float32
     dimension = [f"DIM={d}"] if d <= KNOWN else []
-    return library("passes.c", f"REAL={'float' if single else 'double'}", f"SINGLE={int(single)}", *dimension)
+    return library(source, f"REAL={'float' if single else 'double'}", f"SINGLE={int(single)}", *dimension)
 
 
 @functools.cache
@@ -97,7 +99,8 @@ def _compiler() -> str | None:
 def _compiled(compiler: str, source: Path, defines: list[str]) -> Path:
     """The library's file, from the cache or from the compiler."""
     version = _run([compiler, "--version"])
-    facts = [source.read_text(encoding="utf-8"), *FLAGS, *map(str, TARGETS), *defines, compiler, version, _processor()]
+    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(FOLDER.glob("*.h")))]
+    facts = [*texts, *FLAGS, *map(str, TARGETS), *defines, compiler, version, _processor()]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32] + ".so"
     folder = _folder()
     if not (folder / name).exists():

@@ -10,7 +10,7 @@ with quiet_imports():
     from .compress import cluster_weight, compress_, snap_
     from .exporters import export
     from .formats.dkm_file import save, size
-    from .foundation.errors import DKMError, ExportError, FileError, NeedError, PlanError
+    from .foundation.errors import DKMError, ExportError, FileError, MethodError, NeedError, PlanError
     from .modelling.clustered import Clustered
     from .modelling.layer import DKM
     from .modelling.methods import register as register_method
@@ -33,6 +33,7 @@ __all__ = [
     "DKMError",
     "ExportError",
     "FileError",
+    "MethodError",
     "NeedError",
     "Plan",
     "PlanError",

@@ -11,10 +11,11 @@ from .clustering.at_once import at_once
 from .clustering.options import DKMOptions, shows_options
 from .clustering.precision import check_bits_dim, check_dtype, check_weight, rounded
 from .clustering.spec import Spec
+from .foundation.errors import MethodError
 from .modelling.attach import attach, check_layers, detach
 from .modelling.clustered import Clustered
 from .modelling.dtensors import is_sharded, reshard
-from .modelling.methods import named
+from .modelling.methods import METHODS, named
 from .modelling.packed_tensor import refuse_packed
 from .modelling.parameters import Owned, parameters
 from .plans.plan import plan_of
@@ -77,14 +78,19 @@ def _targets(walk: list[Owned], plan: Plan) -> list[tuple[Owned, Spec]]:
     return targets
 
 
+def check_method(model: nn.Module, plan: Plan, method: str) -> None:
+    """MethodError where the method cannot cluster what the plan says, before there is any other reason to wait."""
+    _check_method(METHODS[method], _targets(parameters(model), plan))
+
+
 def _check_method(kind: type[Clustered], targets: list[tuple[Owned, Spec]]) -> None:
-    """ValueError where the method cannot cluster what the plan says: with all such tensors, and why the first."""
+    """MethodError where the method cannot cluster what the plan says: with all such tensors, and why the first."""
     refused = [(owned.name, reason, spec) for owned, spec in targets if (reason := kind.cannot(spec))]
     if refused:
         name, reason, spec = refused[0]
         more = ", ".join(other for other, _, _ in refused[1:])
         also = f"; the same goes for {more}" if more else ""
-        raise ValueError(f'method="{kind.method}" {reason}, got {name}:{spec.label}{also}')
+        raise MethodError(f'method="{kind.method}" {reason}, got {name}:{spec.label}{also}')
     for owned, _ in targets:
         check_layers(kind, owned)
 

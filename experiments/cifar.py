@@ -198,7 +198,7 @@ def fit(model: nn.Module, data: Cifar10, run: Run) -> float:
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = F.cross_entropy(model(x), y)
+            loss = F.cross_entropy(model(x), y) + dkm.method_loss(model)
         loss.backward()
         optimizer.step()
 

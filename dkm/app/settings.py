@@ -265,11 +265,16 @@ def _method_options(settings: Settings) -> dict[str, Any]:
             raise Problem(f"--method-option is for options without a flag, and not for {name}: {instead}")
         if name in options:
             raise Problem(f"--method-option gives {name} twice: leave one out")
-        options[name] = value.strip()
-        for number in (float, int):  # an integer is both
-            with contextlib.suppress(ValueError):
-                options[name] = number(value)
+        options[name] = as_number(value.strip())
     return options
+
+
+def as_number(text: str) -> int | float | str:
+    """The number that a text is, or the text."""
+    for number in (int, float):  # an integer is both
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return text
 
 
 def _check_training(settings: Settings) -> None:

@@ -13,6 +13,10 @@ class NeedError(DKMError, RuntimeError):
     """A method has not got what it needs besides the weight, such as a term of the loss or a few batches."""
 
 
+class MethodError(DKMError, ValueError):
+    """A method cannot cluster what a plan gives it, such as vectors where it has single weights only."""
+
+
 class FileError(DKMError, ValueError):
     """A .dkm file cannot be written or read."""
 

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..foundation.errors import MethodError
 from .clustered import Chain, Clustered
 from .parameters import Owned
 from .recurrent import share_reads, unshare_reads
@@ -38,19 +39,19 @@ def detach(owned: Owned, value: Tensor) -> None:
 
 
 def check_layers(kind: type[Clustered], owned: Owned) -> None:
-    """ValueError where a method that computes layers itself does not know the one that holds the parameter."""
+    """MethodError where a method that computes layers itself does not know the one that holds the parameter."""
     if not kind.layers:
         return
     known = ", ".join(layer.__name__ for layer in kind.layers)
     if len(owned.owners) > 1:
-        raise ValueError(
+        raise MethodError(
             f'method="{kind.method}" changes what a layer computes, and {" and ".join(owned.names)} are one tensor of '
             'several layers: name it with "keep"'
         )
     module = owned.owners[0][0]
     own = type(module).__bases__[0] if parametrize.is_parametrized(module) else type(module)
     if own not in kind.layers:  # nor a subclass of one: it may compute something else, or be read without being called
-        raise ValueError(
+        raise MethodError(
             f'method="{kind.method}" changes what a layer computes, and knows {known}, but {owned.name} belongs to '
             f'the class {own.__name__}: name it with "keep"'
         )

@@ -15,6 +15,7 @@ from command_place import call
 from dkm.app import recipes, settings
 from dkm.app.commands import app
 from dkm.app.meanings import MEANINGS
+from dkm.app.sweep import SWEPT, Sweep
 from dkm.clustering import temperature
 from dkm.clustering.options import GRADIENTS
 from dkm.modelling.methods import METHODS
@@ -78,11 +79,13 @@ def test_the_examples_are_understood(name: str, capsys: pytest.CaptureFixture):
         ).params  # fmt: skip
         given = {key: value for key, value in values.items() if value and key in settings.FIELDS}
         plans = given.pop("plan", [])
-        sizes = given.pop("target_size", [])
         for plan in [plans] if isinstance(plans, str) else plans:
             assert parse(plan)
-        if command in ("compress", "sweep"):
-            settings.make({"target_size": sizes[0]} if isinstance(sizes, list) and sizes else {}, given)
+        if command == "sweep":
+            swept = {name: list(values[name] or []) for name in SWEPT}
+            Sweep(Path("runs"), swept, {name: value for name, value in given.items() if name not in SWEPT}).check()
+        elif command == "compress":
+            settings.make(given)
         if values.get("recipe"):
             assert values["recipe"] in recipes.RECIPES
 

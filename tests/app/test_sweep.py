@@ -78,11 +78,38 @@ def test_an_allocator_is_for_the_sizes_of_a_sweep(place: Path):
     assert [each.get("episodes") for each in settings] == [None, 3]
 
 
+def test_methods_and_seeds_make_one_table_with_their_mean_and_spread(place: Path, capsys: pytest.CaptureFixture):
+    """Equal data and seeds for all; what a method cannot do is a row that says why, and not a failure."""
+    words = ["--method", "dkm", "--method", "bwn lr=0.01", "--method", "gumbel tau=1e-3", "--seed", "0", "--seed", "1"]
+    sweep("--plan", "0:2, 4:2", "--plan", "bwn=0:1 scaled, 4:1", *words)
+    printed = capsys.readouterr().out
+    folders = {path.parent.name for path in Path("sweep").glob("*/result.json")}
+    names = ["0-2_4-2", "0-2_4-2_gumbel-tau-1e-3", "0-1-scaled_4-1_bwn-lr-0.01"]
+    assert folders == {*names, *(f"{name}_seed-1" for name in names)}
+    configs = {name: tomllib.loads(Path("sweep", name, "config.toml").read_text()) for name in folders}
+    assert [configs[name]["method"] for name in names] == ["dkm", "gumbel", "bwn"]
+    assert [configs[name]["tau"] for name in names] == ["auto", "0.001", "auto"]
+    assert configs[names[2]]["lr"] == 0.01
+    assert {config["seed"] for name, config in configs.items() if name.endswith("seed-1")} == {1}
+
+    table = printed[printed.rindex("run ") :]
+    assert table.count("(2 seeds)") == 3
+    assert set(json.loads(Path("sweep/refused.json").read_text())) == {"0-2_4-2_bwn-lr-0.01"}  # once, not for each seed
+    why = Page(Path("sweep/comparison.html").read_text(encoding="utf-8")).text
+    assert 'method="bwn" has 1 bit per weight at most' in why
+
+    call("sweep", "--resume", "--out", "sweep", "--method", "hard")  # goes on with all seeds and all plans
+    new = {path.parent.name for path in Path("sweep").glob("*/result.json")} - folders
+    assert new == {"0-2_4-2_hard", "0-2_4-2_hard_seed-1"}
+
+
 WRONG = {
     "nothing to make": ([], {}, "how small? give --plan or --target-size"),
     "no folder": (["--plan", "0:2"], {"out": None}, "where to? give --out FOLDER"),
     "something in the folder": (["--plan", "0:2"], {"out": "images"}, "images exists: choose another --out"),
     "a wrong setting": (["--plan", "0:2"], {"optimizer": "lion"}, "must be one of adamw"),
+    "a wrong setting of a method": (["--plan", "0:2", "--method", "dkm lr"], {}, "--method is NAME and SETTING=VALUE"),
+    "a plan for no method": (["--plan", "bwn=0:1"], {}, "is for the method bwn: give --method bwn too"),
     "a wrong method": (["--plan", "0:2"], {"method": "dkn"}, "method must be one of"),
     "no sweep to resume": (["--plan", "0:2", "--resume"], {"model": None}, "there is no sweep in sweep to go on with"),
 }
@@ -125,7 +152,9 @@ def write_runs(folder: Path, **options: dict) -> None:
     for name, given in options.items():
         write_run(folder / name, finished=given.get("finished", True), word=given.get("word", "layer"))
         file = folder / name / "config.toml"
-        file.write_text(f'{file.read_text()}plan = "{given.get("plan", name)}"\nlr = {given.get("lr", 0.1)}\n')
+        own = f'plan = "{given.get("plan", name)}"\nlr = {given.get("lr", 0.1)}\n'
+        own += f"seed = {given['seed']}\n" if "seed" in given else ""
+        file.write_text(file.read_text() + own)
         if given.get("finished", True):
             result = json.loads((folder / name / "result.json").read_text())
             result |= dict(accuracy_after=given["after"], bytes_file=given["size"], unit="images", date="2026-11-19T")
@@ -165,6 +194,30 @@ def test_a_comparison_has_every_run_its_error_and_what_differs(tmp_path: Path, c
 
     call("compare", str(tmp_path / "runs" / "fine"), str(tmp_path / "runs" / "coarse"))  # replaces the page
     assert Page((tmp_path / "runs" / "comparison.html").read_text(encoding="utf-8")).count("tr") == 1 + 1 + 2
+
+
+def test_seeds_are_one_row_with_their_mean_and_standard_deviation(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    write_runs(
+        tmp_path / "runs",
+        a=dict(after=80.0, size=20_000, plan="all:2", seed=0),
+        b=dict(after=83.0, size=22_000, plan="all:2", seed=1),
+        c=dict(after=86.0, size=24_000, plan="all:2", seed=2),
+        d=dict(after=85.0, size=9_000, plan="all:1", seed=0),
+    )
+    (tmp_path / "runs" / "refused.json").write_text('{"e": "it cannot"}')
+    call("compare", str(tmp_path / "runs"))
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert lines["a"].startswith("a (3 seeds)")
+    assert "83.00 % ± 3.00" in lines["a"]
+    assert "22.0 kB" in lines["a"]
+    assert lines["a"].endswith(" all:2")
+    assert "85.00 % ± 1.25" in lines["d"]
+    assert lines["e"].endswith("it cannot")
+    assert not {"b", "c"} & set(lines)
+    page = Page((tmp_path / "runs" / "comparison.html").read_text(encoding="utf-8"))
+    assert page.count("tr") == 1 + 1 + 3
+    assert "The best run, d, gives 85.00" in page.text  # and not c, which was lucky
 
 
 def test_a_comparison_warns_of_different_models_and_data(tmp_path: Path, capsys):

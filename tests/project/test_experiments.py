@@ -1,5 +1,6 @@
 """The experiments run, on a few random images; what they find is in the documentation."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from experiments import allocators, coding, target_cifar, tau_cifar
+from experiments import allocators, coding, methods_cifar, target_cifar, tau_cifar
 from experiments.cifar import Cifar10, ResNet
 
 
@@ -162,3 +163,46 @@ def test_onnx_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     for each in found:
         assert float(each["difference"]) <= 1e-4
         assert 0.5 < float(each["tensors / .dkm"]) < 1
+
+
+def test_methods_cifar(folder: Path, capsys: pytest.CaptureFixture):
+    options = dict(data=folder, weights=folder / "resnet20.safetensors", out=folder / "methods.jsonl", batch=16)
+    texts = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+
+    def run(*runs: str) -> tuple[list[dict], str]:
+        more = ["--device", "cpu", "--epochs", "1", "--test-images", "8"]
+        methods_cifar.main([*texts, *more, *(text for name in runs for text in ("--run", name))])
+        lines = capsys.readouterr().out.splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")], "\n".join(lines)
+
+    rows, printed = run(
+        "dkm 1/1 0 tau=geometric:2:0.1", "dkm 1/1 1 tau=geometric:2:0.1", "rps 1/1 0 lr=0.5", "bwn 4/4 0"
+    )
+    assert [(row["method"], row["seed"], row["lr"]) for row in rows] == [
+        ("dkm", 0, 0.02), ("dkm", 1, 0.02), ("rps", 0, 0.5),
+    ]  # fmt: skip
+    mean = sum(row["recalibrated"] for row in rows[:2]) / 2
+    assert f"{mean:.2f} ± " in printed
+    assert "bwn at 4/4: it clusters single weights" in printed
+    rows, again = run("dkm 1/1 0 tau=geometric:2:0.1", "dkm 1/1 1 tau=geometric:2:0.1")
+    assert not rows  # they are there already
+    assert f"{mean:.2f} ± " in again
+
+
+def test_held_out_images_are_not_trained_on(folder: Path):
+    data = Cifar10.load(folder, "cpu")
+    divided = methods_cifar.divided(data, argparse.Namespace(held_out=10, images=None, test_images=None))
+    assert (len(divided.x), len(divided.x_test)) == (22, 10)
+    assert torch.equal(divided.x_test, data.x[22:, 4:36, 4:36])
+    assert torch.equal(divided.y_test, data.y[22:])
+    few = methods_cifar.divided(data, argparse.Namespace(held_out=0, images=5, test_images=3))
+    assert torch.equal(few.x, data.x[:5])
+    assert torch.equal(few.x_test, data.x_test[:3])
+
+
+@pytest.mark.parametrize("text", ["dkm 1/1", "dkm 1/1 x", "dkn 1/1 0", "dkm 99/1 0", "hard 1/1 0 tau=1"])
+def test_methods_cifar_names_a_bad_run(text: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        methods_cifar.main(["--data", str(tmp_path), "--weights", "w", "--out", "o", "--run", text])
+    said = capsys.readouterr().err
+    assert any(word in said for word in (text, "dkn", "99", "takes no tau"))

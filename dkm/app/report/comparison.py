@@ -1,6 +1,7 @@
 """Several runs next to each other: what they measured against their sizes, as a table and as curves."""
 
 import os
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from ...foundation.text import size_text
 from ...foundation.text import table as text_table
 from ..errors import Problem
 from ..run_folder import RunFolder
+from ..sweep import read_refused
 from .charts import Figure, Line, Points, chart
 from .reader import Number, Run, read
 from .scatter import Dot, scatter
@@ -17,10 +19,12 @@ from .words import duration_text, ratio_text
 
 LOOKS = "abcdefgh"  # the colours in `templates/style.css`
 # These settings say where and how a run was computed; `plan` and `target-size` have a column of their own.
-NOT_COMPARED = {"out", "plan", "target-size", "workers", "checkpoint-every", "device", "tracker"}
+ELSEWHERE = {"out", "workers", "checkpoint-every", "device", "tracker"}
+NOT_COMPARED = {*ELSEWHERE, "plan", "target-size"}
 READING = (
     "“asked for” is the plan or the size that was given, and the settings in which the runs differ. “k-means” is the "
-    "same plan before any training. ± is the standard error."
+    "same plan before any training. ± is the standard error; of several seeds, whose mean is shown, it is their "
+    "standard deviation."
 )
 DATA = ("data", "eval-data", "classes", "class-list", "image-size", "resize", "max-length")
 
@@ -41,10 +45,42 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class Together:
+    """Runs that differ in their seeds only: what the table shows of them is their mean.  Most often it is one run."""
+
+    runs: list[Compared]
+
+    @property
+    def label(self) -> str:
+        """The name of the first one, and how many there are."""
+        first = self.runs[0]
+        going = "" if all(each.run.finished for each in self.runs) else " (not finished)"
+        return first.label + (f" ({len(self.runs)} seeds)" if len(self.runs) > 1 else "") + going
+
+    @property
+    def error(self) -> Number:
+        """The standard error of one run, and the standard deviation of several."""
+        if len(self.runs) == 1:
+            return self.runs[0].run.error_after
+        values = self._values("after")
+        return statistics.stdev(values) if len(values) > 1 else None
+
+    def mean(self, name: str) -> Number:
+        """Of an attribute of the runs, over those that have it."""
+        values = self._values(name)
+        return statistics.mean(values) if values else None
+
+    def _values(self, name: str) -> list[float]:
+        return [value for each in self.runs if (value := getattr(each.run, name)) is not None]
+
+
+@dataclass(frozen=True)
 class Comparison:
     """All of them."""
 
     runs: list[Compared]
+    groups: list[Together]  # all runs, those together that differ in the seed only
+    refused: dict[str, str]  # runs that a sweep could not make, and why
     warnings: list[str]
 
     @property
@@ -70,8 +106,14 @@ def compare(paths: Sequence[str | os.PathLike]) -> Comparison:
         raise Problem(f"there is {len(folders) or 'no'} run to compare: name two or more, or a folder with runs in it")
     runs = [read(folder) for folder in folders]
     differing = _differing([run.config for run in runs])
+    together: dict[str, list[int]] = {}
+    for at, run in enumerate(runs):
+        together.setdefault(_but_for_the_seed(run), []).append(at)
+    several = {at for each in together.values() if len(each) > 1 for at in each}
     compared = [
-        Compared(label, _look(at), run, _settings(run, differing))
+        Compared(
+            label, _look(at), run, _settings(run, [name for name in differing if at not in several or name != "seed"])
+        )
         for at, (label, run) in enumerate(zip(_labels(folders), runs, strict=True))
     ]
     measures = {
@@ -80,7 +122,14 @@ def compare(paths: Sequence[str | os.PathLike]) -> Comparison:
     if len(measures) > 1:
         said = " and ".join(f"the {name} of {label}" for name, label in measures.items())
         raise Problem(f"{said} cannot be compared: name runs that measured the same")
-    return Comparison(compared, _warnings(runs))
+    groups = [Together([compared[at] for at in each]) for each in together.values()]
+    refused = {name: why for path in paths for name, why in read_refused(Path(path)).items()}
+    return Comparison(compared, groups, refused, _warnings(runs))
+
+
+def _but_for_the_seed(run: Run) -> str:
+    """What a run has in common with those that differ in the seed only."""
+    return repr(sorted((name, value) for name, value in run.config.items() if name not in {*ELSEWHERE, "seed"}))
 
 
 def _run_folders(path: Path) -> list[Path]:
@@ -134,7 +183,7 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
 def sentences(comparison: Comparison) -> str:
     """What a colleague should know, in words."""
     measure, original = comparison.first.measure, _original(comparison)
-    known = [each for each in comparison.runs if each.run.after is not None and each.run.size]
+    known = [each for each in comparison.groups if each.mean("after") is not None and each.mean("size")]
     found = []
     if original and original.dense_size and original.before is not None:
         found.append(
@@ -143,22 +192,24 @@ def sentences(comparison: Comparison) -> str:
         )
     if known:
         sign = -1 if measure.lower_is_better else 1
-        best = max(known, key=lambda each: (sign * (each.run.after or 0), -(each.run.size or 0)))
-        smallest = min(known, key=lambda each: (each.run.size or 0, -sign * (each.run.after or 0)))
+        best = max(known, key=lambda each: (sign * (each.mean("after") or 0), -(each.mean("size") or 0)))
+        smallest = min(known, key=lambda each: (each.mean("size") or 0, -sign * (each.mean("after") or 0)))
         found.append(f"The best run, {best.label}, gives {_result(best)}.")
         if smallest is not best:
             found.append(f"The smallest, {smallest.label}, gives {_result(smallest)}.")
-    examples = {run.examples for each in known if (run := each.run).examples}
+    examples = {run.examples for each in comparison.runs if (run := each.run).after is not None and run.examples}
     if len(examples) == 1:
         found.append(f"All were measured on {examples.pop():,.0f} {comparison.first.examples_are}.")
     return " ".join(found)
 
 
-def _result(each: Compared) -> str:
-    assert each.run.after is not None
-    assert each.run.size is not None
-    ratio = f", {ratio_text(each.run.ratio)} times smaller" if each.run.ratio else ""
-    return f"{each.run.measure.text(each.run.after)} in {size_text(each.run.size)}{ratio}"
+def _result(each: Together) -> str:
+    after, size, ratio = each.mean("after"), each.mean("size"), each.mean("ratio")
+    assert after is not None
+    assert size is not None
+    smaller = f", {ratio_text(ratio)} times smaller" if ratio else ""
+    average = " on average" if len(each.runs) > 1 else ""
+    return f"{each.runs[0].run.measure.text(after)}{average} in {size_text(size)}{smaller}"
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -174,26 +225,25 @@ def rows(comparison: Comparison) -> list[list[str]]:
     measure = comparison.first.measure
     lines = []
     if original := _original(comparison):
-        before = "" if original.before is None else _with_error(original, original.before, original.error_before)
-        size = "" if original.dense_size is None else size_text(original.dense_size)
-        lines.append(["not compressed", size, "", before, "", "", "", ""])
-    for each in sorted(comparison.runs, key=lambda each: -(each.run.size or 0)):
-        run = each.run
-        after = "" if run.after is None else _with_error(run, run.after, run.error_after)
-        has_change = run.after is not None and run.before is not None
+        value = "" if original.before is None else _with_error(original, original.before, original.error_before)
+        whole = "" if original.dense_size is None else size_text(original.dense_size)
+        lines.append(["not compressed", whole, "", value, "", "", "", ""])
+    for each in sorted(comparison.groups, key=lambda each: -(each.mean("size") or 0)):
+        size, ratio, seconds = each.mean("size"), each.mean("ratio"), each.mean("seconds")
+        before, after, untrained = each.mean("before"), each.mean("after"), each.mean("untrained")
         lines.append(
             [
-                each.label if run.finished else f"{each.label} (not finished)",
-                "" if run.size is None else size_text(run.size),
-                "" if run.ratio is None else f"{ratio_text(run.ratio)}x",
-                after,
-                measure.change(run.before or 0, run.after or 0) if has_change else "",
-                "" if run.untrained is None else measure.amount(run.untrained),
-                "" if run.seconds is None else duration_text(run.seconds),
-                each.asked,
+                each.label,
+                "" if size is None else size_text(size),
+                "" if ratio is None else f"{ratio_text(ratio)}x",
+                "" if after is None else _with_error(each.runs[0].run, after, each.error),
+                measure.change(before, after) if before is not None and after is not None else "",
+                "" if untrained is None else measure.amount(untrained),
+                "" if seconds is None else duration_text(seconds),
+                each.runs[0].asked,
             ]
         )
-    return lines
+    return lines + [[name, "", "", "", "", "", "", why] for name, why in comparison.refused.items()]
 
 
 def _original(comparison: Comparison) -> Run | None:
@@ -226,14 +276,14 @@ def size_figure(comparison: Comparison) -> Figure | None:
     dots = [
         Dot(
             each.label,
-            each.look.split()[0],
-            each.run.size,
-            each.run.after,
-            each.run.error_after,
-            f"{each.label}: {size_text(each.run.size)}, {_with_error(each.run, each.run.after, each.run.error_after)}",
+            each.runs[0].look.split()[0],
+            size,
+            after,
+            each.error,
+            f"{each.label}: {size_text(size)}, {_with_error(each.runs[0].run, after, each.error)}",
         )
-        for each in comparison.runs
-        if each.run.size and each.run.after is not None
+        for each in comparison.groups
+        if (size := each.mean("size")) and (after := each.mean("after")) is not None
     ]
     measure, original = comparison.first.measure, _original(comparison)
     better = "lower is better" if measure.lower_is_better else "higher is better"
@@ -241,8 +291,8 @@ def size_figure(comparison: Comparison) -> Figure | None:
     notes[0] += " other run beats in both."
     if any(dot.error for dot in dots):
         notes.append(
-            "Vertical bars are one standard error each way. All runs of one data set answer the same examples, so what "
-            "lies between two runs is more certain than their bars."
+            "Vertical bars are one standard error each way, of several seeds one standard deviation. All runs of one "
+            "data set answer the same examples, so what lies between two runs is more certain than their bars."
         )
     return scatter(
         f"{measure.title.capitalize()}, {measure.unit or better}",

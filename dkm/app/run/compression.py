@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import __version__
-from ...compress import compress_
+from ...compress import check_method, compress_
 from ...formats.container import array_sizes
 from ...formats.dkm_file import encode, load, save
 from ...foundation.errors import FileError
@@ -125,6 +125,7 @@ class _Run:
                 parse_target(self.settings.target_size)
             if self.is_planned:
                 plan = make_plan(self.model, self.text)
+                check_method(self.model, plan, self.settings.method)
         if plan is not None and not plan.clustered:
             raise Problem(f"the plan '{self.text}' clusters nothing: give a layer bits, as in 'cv:4/4'")
         return plan

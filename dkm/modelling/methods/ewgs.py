@@ -1,5 +1,6 @@
 """Element-wise gradient scaling (Lee et al., 2021): a uniform quantiser with a learned range."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from ...clustering.cluster import Clustering
 from ...clustering.options import MethodOptions, option
 from ...clustering.vectors import compute_dtype
+from ...foundation.errors import NeedError
 from ..dtensors import whole
 from .by_codes import ByCodes, Coded
 from .registry import register
@@ -21,6 +23,11 @@ class EWGSOptions(MethodOptions):
     """What element-wise gradient scaling takes."""
 
     delta: float = option(1e-3, "how much the rounding error scales a gradient; 0: straight through", least=0)
+    scaling: str = option(
+        "fixed",
+        "delta as it is given, or from the trace of the Hessian, which needs batches",
+        choices=("fixed", "hessian"),
+    )
 
 
 class Range(NamedTuple):
@@ -42,6 +49,10 @@ class EWGS(ByCodes):
         first       (3,)  l, u and a at the start: -3 and 3 standard deviations, and the a with the least squared error
         log_ratios  (3,)  the logarithms of their present values over those.  Build the optimizer afterwards.
 
+    With scaling="hessian", delta is the mean second derivative of the loss by the places q, over 3 standard deviations
+    of dq, as in the paper.  The second derivatives are those of Gauss and Newton, from the gradients that
+    `dkm.calibrate_` shows; their mean by the scaled weights is in one more buffer, `curvature`, ().
+
     The gradient of a logarithm is divided by |W~|^2, so that a step of SGD moves W~ about as far along it as it would
     move W~ itself: a sum over all weights would be too much for a learning rate that suits the model.
     """
@@ -50,10 +61,33 @@ class EWGS(ByCodes):
     paper: ClassVar[str] = "Lee 2021"
     options: EWGSOptions
     first: Tensor
+    curvature: Tensor
 
     def __init__(self, weight: Tensor, bits: int, dim: int = 1, **options: Any):
         super().__init__(weight, bits, dim, **options)
         self.log_ratios = nn.Parameter(torch.zeros_like(self.first), requires_grad=weight.requires_grad)
+
+    def begin_needs(self, device: torch.device) -> None:
+        """Nothing was given yet; with a fixed delta, nothing has to be."""
+        if self.options.scaling == "hessian":
+            self.needs, self.sees_gradients = ("batches",), True  # type: ignore[misc]  # of this instance
+            self.register_buffer("curvature", torch.zeros((), device=device, dtype=self.C.dtype))
+            self.shown: list[Tensor] = []
+        super().begin_needs(device)
+
+    def observe_gradient(self, gradient: Tensor) -> None:
+        """A batch has come.  What is kept belongs to the scaled weight, by the chain rule."""
+        self.shown.append(self.unscaled(gradient.detach().to(self.C.dtype)).square().mean())
+
+    def calibrate(self, weight: Tensor, name: str) -> None:
+        """All batches have come: the mean over the weight of the second derivatives, which is their trace over n."""
+        self.curvature.copy_(torch.stack(self.shown or [self.curvature.new_zeros(())]).mean())
+        self.shown = []
+        if not 0 < float(self.curvature) < math.inf:
+            raise NeedError(
+                f'method="{self.method}" has seen no gradient at {name} that is finite and not zero: give other '
+                'batches, or scaling="fixed"'
+            )
 
     def initial_centroids(self, W: Tensor) -> Tensor:
         """`(n, 1) -> (k, 1)`: the values of the first range, which is chosen here."""
@@ -69,7 +103,9 @@ class EWGS(ByCodes):
         quantised = self.coded(V.detach()[:, 0])
         norm = quantised.C[quantised.codes].square().sum().clamp(min=1e-30)
         low, high, scale = self._range(1 / norm)
-        q = _Round.apply(_places(V, low, high), 2**self.bits - 1, self.options.delta)
+        # by the chain rule, W~ = a (2 q - 1)
+        by_place = (2 * scale.detach()).square() * self.curvature if self.options.scaling == "hessian" else None
+        q = _Round.apply(_places(V, low, high), 2**self.bits - 1, self.options.delta, by_place)
         return Clustering(scale * (2 * q - 1), quantised.C, torch.zeros_like(self.step))
 
     @torch.no_grad()
@@ -101,18 +137,19 @@ class _Round(torch.autograd.Function):
     """Places rounded to multiples of 1 / steps."""
 
     @staticmethod
-    def forward(x: Tensor, steps: int, delta: float) -> Tensor:
+    def forward(x: Tensor, steps: int, delta: float, by_place: Tensor | None) -> Tensor:
         """Places from 0 to 1 -> the nearest multiples."""
         return (x * steps).round() / steps
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """The rounding error, and delta."""
-        x, _, ctx.delta = inputs
-        ctx.save_for_backward(x - output)
+        """The rounding error, and what makes delta."""
+        x, _, ctx.delta, by_place = inputs
+        ctx.save_for_backward(x - output, by_place)
 
     @staticmethod
-    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None, None, None]:
         """The gradient of the rounded place, scaled where the error has or has not its sign."""
-        (error,) = ctx.saved_tensors
-        return G * (1 + ctx.delta * G.sign() * error), None, None
+        error, by_place = ctx.saved_tensors
+        delta = ctx.delta if by_place is None else by_place / (3 * G.std(correction=0)).clamp(min=1e-30)
+        return G * (1 + delta * G.sign() * error), None, None, None

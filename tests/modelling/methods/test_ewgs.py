@@ -1,5 +1,7 @@
 """Element-wise gradient scaling by its definition."""
 
+import copy
+
 import pytest
 import torch
 from method_helpers import backward, close, make_gradient, make_weight
@@ -64,3 +66,44 @@ def test_the_range_learns():
     assert (layer.parametrizations.weight[0].log_ratios != before).all()
     soft = layer.weight.detach()
     torch.testing.assert_close(layer.eval().weight, soft, rtol=2**-10, atol=0)
+
+
+def test_delta_follows_the_hessian():
+    """It is the mean second derivative by the places over three deviations of their gradient."""
+    weight = make_weight()
+    ewgs = EWGS(weight, 2, scaling="hessian")
+    shown = [make_gradient(weight), 2 * make_gradient(weight)]
+    for gradient in shown:
+        ewgs.observe_gradient(gradient)
+    ewgs.calibrate(weight, "weight")
+    ewgs.give("batches")
+    low, high, scale = ewgs.first
+    x, q, _ = quantised(weight.detach(), low, high, scale, 4)
+    dq = 2 * scale * make_gradient(weight)
+    by_place = torch.stack([2 * scale * gradient for gradient in shown]).square().mean()
+    dx = dq * (1 + by_place / (3 * dq.std(correction=0)) * dq.sign() * (x - q))
+    inside = (weight.detach() >= low) & (weight.detach() <= high)
+    close(backward(ewgs(weight), weight), dx * inside / (high - low))
+
+
+def test_the_hessian_needs_batches_and_a_checkpoint_has_it():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 4)), torch.randn(32, 6)
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        dkm.compress_(each, "0:2, 2:2", method="ewgs", scaling="hessian")
+        with pytest.raises(dkm.NeedError, match="calibrate_"):
+            each.train()(x)
+    dkm.calibrate_(model, [x])
+    twin.load_state_dict(model.state_dict())
+    outputs = [each.train()(x) for each in (model, twin)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    gradients = [each[0].parametrizations.weight.original.grad for each in (model, twin)]
+    assert torch.equal(*gradients)
+    with pytest.raises(dkm.NeedError, match=r"no gradient at 0.weight that is finite and not zero"):
+        dkm.calibrate_(model, [torch.full((4, 6), torch.nan)])
+    plain = nn.Linear(6, 4)
+    dkm.compress_(plain, "weight:2", method="ewgs")
+    plain.train()(x)  # a fixed delta needs nothing

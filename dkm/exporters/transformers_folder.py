@@ -4,22 +4,24 @@ A clustered tensor NAME is stored as bytes: its packed codes as NAME, `NAME_cent
 `NAME_positions` and `NAME_outliers`; the `quantization_config` says what they are, see `formats/parts.py`.  The codes
 have one dimension more than the weight, so a transformers without dkm finds a tensor of another shape than it expects,
 and refuses the folder.  Their first dimension is that of the weight, because transformers fits the bias of a head to it
-where it ties the weight.
+where it ties the weight.  What is not clustered is stored under its own name, and its checksum is in the configuration.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..formats.described import Codes, Described
-from ..formats.parts import from_parts, sizes, to_parts
-from ..foundation.text import size_text
+from ..formats.parts import checksum, from_parts, sizes, to_parts
+from ..foundation.errors import FileError
+from ..foundation.text import shown, size_text
 from .pretrained import read_quantization, read_weights, write_folder
 from .target import Checked, Job, Row, Target, largest_difference, register
 
@@ -39,18 +41,19 @@ class Transformers(Target):
         state: dict[str, Tensor] = {}
         entries: dict[str, dict[str, Any]] = {}
         ties: dict[str, str] = {}
+        dense: dict[str, str] = {}
         rows = []
         for each in job.tensors:
             ties |= dict.fromkeys(each.aliases, each.name)
             if isinstance(each.content, Tensor):
                 value = each.content.cpu().contiguous().clone()
-                state[each.name] = value
+                state[each.name], dense[each.name] = value, checksum(value)
                 rows.append(Row.of(each, str(value.dtype).removeprefix("torch."), value.nbytes))
                 continue
             entries[each.name], stored = to_stored(each)
             state |= stored
             rows.append(Row.of(each, "packed codes and centroids", sum(part.nbytes for part in stored.values())))
-        quantization = {"quant_method": "dkm", "version": VERSION, "tensors": entries, "ties": ties}
+        quantization = {"quant_method": "dkm", "version": VERSION, "tensors": entries, "ties": ties, "dense": dense}
         write_folder(job.plain_model, path, state, quantization, self.max_shard_size)
         (path / "README.md").write_text(_card(path.name, job.plain_model, job.tensors, rows), encoding="utf-8")
         return rows
@@ -84,6 +87,25 @@ def to_stored(each: Described) -> tuple[dict[str, Any], dict[str, Tensor]]:
     shape = codes_shape(each.shape, len(parts["codes"]))
     parts["codes"] = pad(parts["codes"], (0, math.prod(shape) - len(parts["codes"]))).view(shape)
     return entry, {part_name(each.name, kind): part for kind, part in parts.items()}
+
+
+def check_dense(
+    files: Iterable[str | Path], checksums: Mapping[str, str], ties: Mapping[str, str], folder: str
+) -> None:
+    """FileError unless each tensor that has a checksum is in one of these files as it was written.
+
+    transformers casts what it reads, so this reads the files.  Of tied names, one is enough.
+    """
+    found = set()
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for name in checksums.keys() & set(tensors.keys()):
+                if checksum(tensors.get_tensor(name)) != checksums[name]:
+                    raise FileError(f"{folder} is not intact: {shown(name)} has a wrong checksum; get it anew")
+                found.add(str(ties.get(name, name)))
+    lost = [name for name in checksums if str(ties.get(name, name)) not in found]
+    if lost:
+        raise FileError(f"{folder} is not intact: {shown(lost[0])} is not in its files; get it anew")
 
 
 def codes_shape(shape: Sequence[int], size: int) -> tuple[int, ...]:

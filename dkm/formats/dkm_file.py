@@ -88,6 +88,7 @@ def read_for(path: str | os.PathLike[str], model: nn.Module) -> Contents:
     source = _as_path(path, "dkm.load(path, model)")
     contents = read(read_bytes(source), str(source))
     _check_fits(contents, unwrapped(model))
+    _check_buffers(contents, unwrapped(model))
     return contents
 
 
@@ -305,6 +306,16 @@ def _check_fits(contents: Contents, model: nn.Module) -> None:
         elif not torch.can_cast(entry.dtype, tensor.dtype):
             problems.append(f"{name} is {entry.dtype} in the file and {tensor.dtype} in the model")
     _raise_any(problems, contents.file)
+
+
+def _check_buffers(contents: Contents, model: nn.Module) -> None:
+    """FileError where the model would be left with buffers that have no values."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name not in contents.entries and name not in contents.ties:
+            raise FileError(
+                f"{name} is a buffer that no file holds (persistent=False), and it is on the meta device without "
+                "values: give the model its buffers first, and leave only its parameters on meta"
+            )
 
 
 def _check_ties(state: Mapping[str, Tensor], walk: list[Owned], file: str) -> None:

@@ -73,6 +73,11 @@ def from_parts(name: str, entry: Any, parts: Mapping[str, Tensor], file: str) ->
         raise _contradicts(file, error) from None
 
 
+def checksum(value: Tensor) -> str:
+    """SHA-256 of the bytes of a tensor, of any dtype."""
+    return _checksum({"codes": _bytes(value)})
+
+
 def _split(name: str, entry: Any) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
     """The entry of a .dkm file, and the shapes and dtypes of the parts."""
     scales = {"scales"} if isinstance(entry, dict) and "scaled" in entry else set()

@@ -14,9 +14,9 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..exporters.transformers_folder import VERSION, codes_shape, part_name, to_stored
+from ..exporters.transformers_folder import VERSION, check_dense, codes_shape, part_name, to_stored
 from ..formats.described import Codes, Described
-from ..formats.parts import from_parts, sizes
+from ..formats.parts import checksum, from_parts, sizes
 from ..foundation.errors import FileError
 from ..foundation.text import shown
 from ..modelling.packed_tensor import PREFIX, packed_tensors
@@ -36,17 +36,18 @@ class _Place(NamedTuple):
 
 @register_quantization_config("dkm")
 class DKMConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers may be untyped
-    """The `quantization_config` of a folder: an entry for each clustered tensor."""
+    """The `quantization_config` of a folder: an entry for each clustered tensor, a checksum for each other one."""
 
     def __init__(
         self,
         version: int = VERSION,
         tensors: dict[str, Any] | None = None,
         ties: dict[str, str] | None = None,
+        dense: dict[str, str] | None = None,  # without: of a folder that has no such checksums
         **kwargs: Any,
     ):
         self.quant_method: Any = "dkm"
-        self.version, self.tensors, self.ties = version, tensors or {}, ties or {}
+        self.version, self.tensors, self.ties, self.dense = version, tensors or {}, ties or {}, dense or {}
 
 
 @register_quantizer("dkm")
@@ -63,11 +64,14 @@ class DKMQuantizer(HfQuantizer):  # type: ignore[misc]
             raise FileError(
                 f"the folder has version {shown(str(config.version))}, this dkm reads {VERSION}: upgrade torch-dkm"
             )
-        if not isinstance(config.tensors, dict) or not isinstance(config.ties, dict):
-            raise FileError("the quantization_config contradicts itself: its tensors and ties are not objects")
+        if not all(isinstance(each, dict) for each in (config.tensors, config.ties, config.dense)):
+            raise FileError("the quantization_config contradicts itself: its tensors, ties and dense are not objects")
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         self.file = str(model.config.name_or_path) or "the folder"
+        files = kwargs.get("checkpoint_files")  # none where the caller gives a state_dict
+        if files:
+            check_dense(files, self.quantization_config.dense, self.quantization_config.ties, self.file)
         self.places: dict[str, _Place] = {}
         for name, entry in self.quantization_config.tensors.items():
             parts = sizes(name, entry, self.file)
@@ -130,6 +134,7 @@ class DKMQuantizer(HfQuantizer):  # type: ignore[misc]
         children = (name.rpartition(".") for names, _ in held for name in names)
         ours = tuple(f"{path}{dot}{PREFIX}{attribute}." for path, dot, attribute in children)
         state = {name: value for name, value in model.state_dict().items() if not name.startswith(ours)}
+        self.quantization_config.dense = _checksums(model, state)
         self.quantization_config.tensors = {}
         for (name, *aliases), packed in held:
             each = Described(name, packed.shape, packed.source, packed.content(), tuple(aliases))
@@ -164,6 +169,18 @@ class DKMQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Whether a Trainer may train the model: codes cannot be trained, `model.dequantize()` can."""
         return False
+
+
+def _checksums(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, str]:
+    """Checksums of those tensors that transformers writes as they are, under their names."""
+    if getattr(model, "_weight_conversions", None):  # it read them in another form, and writes them so
+        return {}
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return {
+        name: checksum(value)
+        for name, value in state.items()
+        if name not in left_out and isinstance(value, Tensor) and not value.is_meta  # offloaded ones are
+    }
 
 
 def _found(model: PreTrainedModel, name: str) -> tuple[nn.Module, str, nn.Parameter] | None:

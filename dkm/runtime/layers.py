@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..foundation.errors import DKMError
 from ..modelling.packed_tensor import PREFIX
 from ..modelling.recurrent import share_reads, unshare_reads
+from . import tables
 from .packed import PackedWeight
 
 KERNEL_DEVICES = {"cuda"}  # where there is a product that needs no decoding
@@ -83,6 +84,9 @@ class _Linear(nn.Linear):
             if kernel is not None and kernel.computes(input, weight):
                 result = kernel.product(input, weight)
                 return result if self.bias is None else result + self.bias
+        if codes := tables.codes_at_once(input, weight):
+            result = tables.product(input, weight, codes)
+            return result if self.bias is None else result + self.bias
         blocks = weight.blocks()
         parts = [
             F.linear(input, weight.rows(start, stop), None if self.bias is None else self.bias[start:stop])

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ..formats import dkm_file
 from ..formats.described import Codes, Described
-from ..formats.rules import Contents
 from ..foundation.errors import FileError
 from ..foundation.text import shown
 from ..modelling.parameters import Owned, parameters, unwrapped
@@ -33,7 +32,6 @@ def load(
     if into is None:
         raise ValueError("dkm.load(path, packed=True) needs the model that is to compute with the codes: into=model")
     contents, model = dkm_file.read_for(path, into), unwrapped(into)
-    _check_buffers(contents, model)
     walk = parameters(model)
     try:
         rest = pack_(model, contents.tensors(), contents.file)
@@ -113,14 +111,3 @@ def _why_not(owned: Owned | None) -> str | None:
 def _dense(value: PackedWeight | Tensor | None) -> Tensor:
     assert value is not None
     return value.dense() if isinstance(value, PackedWeight) else value
-
-
-def _check_buffers(contents: Contents, model: nn.Module) -> None:
-    """FileError where the model would be left with buffers that have no values."""
-    known = contents.entries.keys() | contents.ties.keys()
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta and name not in known:
-            raise FileError(
-                f"{name} is a buffer that no file holds (persistent=False), and it is on the meta device without "
-                "values: give the model its buffers first, and leave only its parameters on meta"
-            )

@@ -130,6 +130,11 @@ class PackedWeight(PackedTensor):
             values = torch.where(self.positions[at] == wanted, self.outliers.to(self.dtype)[at], values)
         return values.view(-1, *self.shape[1:])
 
+    def values(self) -> Tensor:
+        """`(k, dim)`: what the codes of a tensor without groups stand for, without its scales.  With scales, the
+        exponent is left out as well."""
+        return self._table(0, 1)
+
     def straddles(self) -> bool:
         """Whether a vector has weights of two rows of a tile, or a run ends with a part of one: rare, and slow."""
         own = self.grouping

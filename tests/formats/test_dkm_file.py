@@ -291,6 +291,18 @@ def test_loads_into_a_model_without_values(path):
     assert plain(images()).isfinite().all()
 
 
+def test_buffers_on_meta_that_no_file_holds_are_refused(path):
+    dkm.save(trained(), path)
+    with torch.device("meta"):
+        empty = net()
+        empty.register_buffer("table", torch.zeros(3), persistent=False)
+    with pytest.raises(dkm.FileError, match="table is a buffer that no file holds"):
+        dkm.load(path, into=empty)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    empty.register_buffer("table", torch.zeros(3), persistent=False)
+    assert equal(dkm.load(path, into=empty).state_dict(), dkm.load(path))
+
+
 def test_no_such_file(path):
     with pytest.raises(dkm.FileError, match=r"cannot read .*model\.dkm: No such file"):
         dkm.load(path)

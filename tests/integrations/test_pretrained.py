@@ -265,6 +265,9 @@ LIES = {
     "another dtype": (lambda q: q["tensors"][NAME].update(centroids="float32"), "mismatch|are 4096 bytes"),
     "a key": (lambda q: q["tensors"][NAME].update(coding="ans"), "is not that of a clustered tensor"),
     "a group": (lambda q: q["tensors"][NAME].update(group=[0, 1]), "group of .* is not two integers"),
+    "checksums": (lambda q: q.update(dense=["model.norm.weight"]), "are not objects"),
+    "a checksum": (lambda q: q["dense"].update({"model.norm.weight": 1}), "norm.weight.* has a wrong checksum"),
+    "a tensor more": (lambda q: q["dense"].update(another="0" * 64), "another.* is not in its files"),
 }
 
 
@@ -286,6 +289,37 @@ def test_bytes_that_were_changed(tmp_path: Path, part: str):
     save_file(state, tmp_path / "out/model.safetensors", {"format": "pt"})
     with pytest.raises(dkm.FileError, match="has a wrong checksum"):
         hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("saved", ["exported", "again"])
+@pytest.mark.parametrize("what", ["a bit", "the tensor"])
+def test_what_is_not_clustered_was_changed(tmp_path: Path, tied: bool, saved: str, what: str):
+    """In any shard, and also where it is read as another dtype or by a model that has no such tensor."""
+    save_pretrained(compressed(tmp_path, tied=tied), tmp_path / "exported", max_shard_size="10KB")
+    for dtype in (torch.float32, torch.bfloat16):
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=dtype).save_pretrained(tmp_path / "again")
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float16)
+    folder, name = tmp_path / saved, "model.norm.weight" if tied else "lm_head.weight"
+    file = next(file for file in sorted(folder.glob("*.safetensors")) if name in load_file(file))
+    state = load_file(file)
+    if what == "a bit":
+        state[name].view(-1).view(torch.uint8)[0] ^= 1
+    else:
+        del state[name]
+    save_file(state, file, {"format": "pt"})
+    message = "has a wrong checksum" if what == "a bit" else "is not in its files"
+    with pytest.raises(dkm.FileError, match=f"{name}.* {message}"):
+        hf.AutoModel.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def test_a_folder_without_checksums_of_what_is_not_clustered(tmp_path: Path):
+    """As they were written before there were any."""
+    save_pretrained(compressed(tmp_path), tmp_path / "out")
+    expected = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dequantize().state_dict()
+    changed(tmp_path / "out", lambda q: q.pop("dense"))
+    found = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dequantize().state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("part", ["", "_centroids", "_scales"])

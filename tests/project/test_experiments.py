@@ -138,11 +138,15 @@ def test_coding(tmp_path: Path, capsys: pytest.CaptureFixture):
     coding.main(["--plan", "0:3, 1:3", *(text for name, value in given.items() for text in (f"--{name}", str(value)))])
     last = capsys.readouterr().out.splitlines()[-1]
     plan, packed, coded, least, _, count, *files = last.replace(",", "").strip("| ").split(" | ")
-    assert plan == "`0:3 1:3`"
+    assert plan.strip() == "`0:3 1:3`"
     assert int(coded) < int(packed) == (64 * 32 + 32 * 3) * 3 // 8
     assert int(coded) <= sum(map(int, least.split(" + "))) + 8
     assert count.strip() == "1 of 2"
     assert int(files[1]) == (tmp_path / "m.dkm").stat().st_size < int(files[0])
+    coding.main(["--file", str(tmp_path / "m.dkm")])
+    assert capsys.readouterr().out.splitlines()[-1].split("|")[2:] == last.split("|")[2:]
+    with pytest.raises(SystemExit):
+        coding.main(["--file", str(tmp_path / "m.dkm"), "--plan", "0:3"])
 
 
 def test_onnx_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
@@ -162,6 +166,9 @@ def test_onnx_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert [each["plan"] for each in found] == ["2/1", "4/4 scaled"]
     for each in found:
         assert float(each["difference"]) <= 1e-4
+        # sums of 48 products of numbers below 10: 48 roundings of 2^-24 each are far from reached
+        assert all(float(each[of]) < 1e-5 for of in ("PyTorch", "onnxruntime"))
+        assert 0 < float(each["rounded"]) <= 2**-24 * 4  # half a last bit of numbers below 8, once
         assert 0.5 < float(each["tensors / .dkm"]) < 1
 
 

@@ -200,7 +200,9 @@ class Reconstructing:
         after = self._error(number, scales)
         if not after < before:
             if not math.isfinite(after):
-                raise DKMError(f"the training of the block {block.name} diverged: give a lower lr than {self.lr:g}")
+                raise DKMError(
+                    f"the training of the block {block.name} diverged: give a lower learning rate than {self.lr:g}"
+                )
             parts.load_state_dict(saved)
             after = before
         return before, after

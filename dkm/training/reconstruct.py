@@ -55,7 +55,7 @@ def reconstruct_(
     batches: Iterable[Any],
     *,
     epochs: int = 10,
-    lr: float = 1e-3,
+    lr: float = 3e-3,
     blocks: Sequence[str] | None = None,
     forward: Forward | None = None,
     memory: float = 4e9,
@@ -72,8 +72,7 @@ def reconstruct_(
     Args:
         model: compressed, with `compress_`.
         teacher: the model as it was before, `dkm.teacher(model)`.
-        batches: of the training data, about 1,000 examples or more, each what `recalibrate_` takes.  Augment them as in
-            training: give several versions of an image.
+        batches: of the training data, about 1,000 examples or more, augmented; each is what `recalibrate_` takes.
         epochs: how often each block is trained on all of them.
         lr: the highest learning rate; it falls along a cosine in each block.
         blocks: names of modules, each called once in a forward pass.  Without, they are found: the modules in lists
@@ -237,7 +236,7 @@ class Reconstructing:
         block, before = self.blocks[number], self.blocks[number - 1]
         links = _links(before, block) if number and self.kept_of == number - 1 and self.kept else None
         fits = block.bytes_per_batch * len(self.batches) <= self.memory
-        kept, self.kept, self.kept_of = self.kept, [], number
+        kept, self.kept, self.kept_of = [] if links is None else self.kept, [], number
         for k in range(len(self.batches)) if fits else ():
             if links is None:
                 self.kept.append(self._computed(number, k))
@@ -283,11 +282,11 @@ class Reconstructing:
         try:
             self._forward(network, k)
         except _Reached:
-            pass
+            return found["inputs"], found.get("output")
         finally:
             for hook in hooks:
                 hook.remove()
-        return found["inputs"], found.get("output")
+        raise ValueError(f"the block {block.name!r} is not called for each batch: name other blocks")
 
     @torch.no_grad()
     def _forward(self, network: nn.Module, k: int) -> Any:

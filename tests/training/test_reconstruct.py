@@ -266,6 +266,22 @@ def test_batches_of_another_kind():
     assert dkm.reconstruct_(model, teacher, pairs, epochs=1, forward=forward).blocks
 
 
+def test_a_block_that_some_batches_leave_out():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.sometimes(self.always(x) * 2) if x.sum() > 0 else self.always(x)
+
+    model = Branch()
+    teacher = dkm.teacher(model)
+    dkm.compress_(model, "*weight:1", steps=1)
+    with pytest.raises(ValueError, match="'sometimes' is not called for each batch"):
+        dkm.reconstruct_(model, teacher, [torch.ones(2, 4), -torch.ones(2, 4)], epochs=1)
+
+
 def uncompressed() -> tuple[nn.Module, nn.Module]:
     return network(), network()
 

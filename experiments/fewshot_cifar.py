@@ -6,9 +6,10 @@
 A run is WAY:BITS/DIM:SEED.  All ways see --images training images, augmented, and pass over them --epochs times:
 
     kmeans   not at all
-    distil   the whole network learns the answers of the uncompressed one (`dkm.distill`), with Adam
-    blocks   block by block (`dkm.reconstruct_`)
-    both     block by block, and then the whole network at the cold end of the schedule, for a fifth of the epochs
+    distil   the whole network learns the answers of the uncompressed one (`dkm.distill`), with --lr
+    blocks   block by block (`dkm.reconstruct_`), with three times --lr
+    both     block by block, and then the whole network at the cold end of the schedule, for a fifth of the epochs, with
+             a tenth of --lr
 
 In the end all of them have batch-norm statistics re-estimated on three versions of the images.  The accuracy is that of
 the snapped network on the test images or, with --held-out, on 2,000 other training images, to choose settings with

@@ -74,9 +74,9 @@ class Training:
         per_epoch = self.order.steps_per_epoch
         if self.accelerator.is_main_process:
             self.folder.keep_log_lines(self.lines)  # the others belong to steps that are done again
-        self.listener.training_begins(self.done, self.steps, per_epoch, self.step.highest_lr)
         if self.blocks is not None:
             self._reconstruct(self.blocks)
+        self.listener.training_begins(self.done, self.steps, per_epoch, self.step.highest_lr)
         task = self.stage.task
         stream = batches(task, task.train, self.order.keys(self.done, self.steps), self.settings)
         self.logged_step, self.logged_at = self.done, time.perf_counter()

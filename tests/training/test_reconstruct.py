@@ -232,6 +232,32 @@ def test_tied_weights_are_trained_in_the_first_block_only():
     assert model.head.parametrizations.weight.original is model.embedding.parametrizations.weight.original
 
 
+@pytest.mark.parametrize("kind", ["Bert", "Llama"])
+def test_transformers(kind: str):
+    """Layers get masks and positions besides what the layer before gives, and all of it follows."""
+    transformers = pytest.importorskip("transformers")
+    size = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50)
+    config = getattr(transformers, f"{kind}Config")(**size, use_cache=False)
+    make = transformers.BertForSequenceClassification if kind == "Bert" else transformers.LlamaForCausalLM
+    plan = {"Bert": "bert.encoder*dense.weight:1", "Llama": "*proj.weight:1"}[kind]
+    tokens = [torch.randint(50, (4, 7)) for _ in range(3)]
+    mask = torch.ones(4, 7, dtype=torch.long)
+    mask[0, 5:] = 0
+    texts = [dict(input_ids=each, attention_mask=mask) for each in tokens]
+    errors = []
+    for memory in (4e9, 0):
+        torch.manual_seed(0)
+        model = make(config).eval()
+        teacher = dkm.teacher(model)
+        dkm.compress_(model, plan, steps=1)
+        done = dkm.reconstruct_(model, teacher, texts, epochs=8, lr=1e-3, memory=memory)
+        assert [block.name.rpartition(".")[2] for block in done.blocks] == ["0", "1"]
+        assert all(block.after < block.before for block in done.blocks)
+        assert not done.left
+        errors.append([block.after for block in done.blocks])
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+
+
 def test_modes_gradients_and_frozen_weights_stay():
     model, teacher = compressed()
     model.train()

@@ -22,6 +22,7 @@ with quiet_imports():
     from .training.distill import distill, divergence, teacher
     from .training.monitor import monitor
     from .training.needs import calibrate_, method_loss
+    from .training.reconstruct import reconstruct_
     from .training.search import search_tau
 
 __version__ = "0.1.0"
@@ -52,6 +53,7 @@ __all__ = [
     "monitor",
     "plan",
     "recalibrate_",
+    "reconstruct_",
     "register_method",
     "save",
     "search_tau",

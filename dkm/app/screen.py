@@ -16,7 +16,7 @@ from .measures import ACCURACY, MEASURES, Measure, Score, named_measure
 from .pace import Pace, WorkPace, speed_text
 from .processes import rank
 from .run import Listener
-from .run_folder import EvalRecord, Result, RunFolder, StepRecord, figures
+from .run_folder import BlockRecord, Blocks, EvalRecord, Result, RunFolder, StepRecord, figures
 from .run_time import run_time_sentence
 from .settings import Settings, as_toml
 from .tasks import Task
@@ -134,6 +134,19 @@ class Screen(Listener):
             self.note(f"... and {len(kept)} kept in 16 bit, {sum(row.stored_bytes for row in kept):,} bytes")
         ratio = 4 * plan.parameters / max(file_bytes, 1)
         self.note(f"{plan.summary()}\nthe file will take {size_text(file_bytes)}, {ratio:.1f}x smaller than float32\n")
+
+    def reconstruction_begins(self, done: int, blocks: Blocks) -> None:
+        text = f"{blocks['count']} blocks to train one by one, {blocks['steps']:,} steps each"
+        self.note(f"{text} on {blocks['examples']:,} examples{f'; {done} are trained' if done else ''}")
+        if blocks["left"]:
+            self.note(f"in no block, and only trained with the whole model: {', '.join(blocks['left'])}")
+        self.work_pace = WorkPace({})
+
+    def reconstructed(self, record: BlockRecord, done: int, count: int) -> None:
+        self.work_pace.worked("block")
+        left = clock_text(self.work_pace.left({"block": done}, {"block": count}))
+        change = f"error {record['before']:.3g} -> {record['after']:.3g}"
+        self.note(f"block {done} of {count}, {record['name']}: {change}, {left} left")
 
     def training_begins(self, done: int, steps: int, steps_per_epoch: int, lr: float) -> None:
         self.steps = steps

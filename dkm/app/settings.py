@@ -128,6 +128,17 @@ class Settings:
     label_share: float = _setting(
         0.0, "with a teacher: the share of the loss that comes from the labels", _TRAINING, least=0
     )
+    reconstruct: int = _setting(
+        0,
+        "with a teacher: first train block by block, so often on --reconstruct-examples; few images then suffice",
+        _TRAINING,
+        word="N",
+        least=0,
+    )
+    reconstruct_examples: int = _setting(
+        2048, "training examples for that, augmented; more than there are: several versions of each", _TRAINING, least=1
+    )
+    reconstruct_lr: float = _setting(3e-3, "the learning rate of that, at its highest", _TRAINING, least=0)
     mixup: float = _setting(
         0.0, "of images: train on mixtures of two, by Beta(X, X), such as 0.2; 0: never", _TRAINING, least=0
     )
@@ -282,10 +293,13 @@ def _check_training(settings: Settings) -> None:
     for name in ("label_share", "warmup", "label_smoothing"):
         if getattr(settings, name) > 1:
             raise Problem(f"{flag(name)} is a share, from 0 to 1, and not {getattr(settings, name):g}")
-    for name in ("temperature", "clip"):
+    for name in ("temperature", "clip", "reconstruct_lr"):
         if getattr(settings, name) == 0:
             raise Problem(f"{flag(name)} must be more than 0")
-    for name in ("label_share", "temperature"):
+    for name in ("reconstruct_examples", "reconstruct_lr"):
+        if not settings.reconstruct and getattr(settings, name) != FIELDS[name].default:
+            raise Problem(f"{flag(name)} is about training block by block: give --reconstruct N, or leave it out")
+    for name in ("label_share", "temperature", "reconstruct"):
         if settings.teacher == "none" and getattr(settings, name) != FIELDS[name].default:
             raise Problem(f"{flag(name)} is about a teacher: give --teacher self, or leave it out")
     if settings.weights_key is not None and settings.weights in (None, "none"):

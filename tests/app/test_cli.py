@@ -108,6 +108,12 @@ WRONG = {
     "label smoothing": (["compress", *flags(label_smoothing="2")], "--label-smoothing is a share, from 0 to 1"),
     "temperature": (["compress", *flags(teacher="self", temperature="0")], "--temperature must be more than 0"),
     "clip": (["compress", *flags(clip="0")], "--clip must be more than 0"),
+    "blocks without a teacher": (["compress", *flags(reconstruct="2")], "--reconstruct is about a teacher: give"),
+    "how fast no blocks": (["compress", *flags(reconstruct_lr="0.1")], "is about training block by block: give"),
+    "blocks without training": (
+        ["compress", *flags(teacher="self", reconstruct="2", epochs=None), "--no-training"],
+        "--no-training and --reconstruct contradict each other",
+    ),
     "a teacher's setting": (["compress", *flags(label_share="0.5")], "give --teacher self, or leave it out"),
     "seed": (["compress", *flags(seed=str(2**64))], "--seed must be less than 2^63"),
     "a tau past float32": (["compress", *flags(tau="1e-40")], "tau must be auto, learn, a positive number"),

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from experiments import allocators, coding, methods_cifar, target_cifar, tau_cifar
+from experiments import allocators, coding, fewshot_cifar, methods_cifar, target_cifar, tau_cifar
 from experiments.cifar import Cifar10, ResNet
 
 
@@ -213,3 +213,36 @@ def test_methods_cifar_names_a_bad_run(text: str, tmp_path: Path, capsys: pytest
         methods_cifar.main(["--data", str(tmp_path), "--weights", "w", "--out", "o", "--run", text])
     said = capsys.readouterr().err
     assert any(word in said for word in (text, "dkn", "99", "takes no tau"))
+
+
+def test_fewshot_cifar(folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    options = dict(
+        data=folder, weights=folder / "resnet20.safetensors", out=folder / "few.jsonl", epochs=1, batch=8, images=16
+    )
+    texts = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    runs = [text for way in fewshot_cifar.WAYS for text in ("--run", f"{way}:2/1:0")]
+    monkeypatch.setattr(fewshot_cifar, "HELD_OUT", 10)
+    fewshot_cifar.main([*texts, "--device", "cpu", *runs, "--held-out"])
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["way"] for record in records] == list(fewshot_cifar.WAYS)
+    assert all(0 <= record["accuracy"] <= 100 for record in records)
+
+
+def test_fewshot_images(tmp_path: Path, capsys: pytest.CaptureFixture):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("typer")
+    from small_run import make_place
+
+    from experiments import fewshot_images
+
+    place = make_place(tmp_path)
+    paths = dict(model=f"{place / 'network.py'}:network", weights=place / "weights.safetensors", data=place / "images")
+    given = dict(**paths, out=place / "runs", plan="4:4/2", count=54, images=54, passes=2) | {
+        "eval-data": place / "images"
+    }
+    texts = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    fewshot_images.main([*texts, "--", "--device", "cpu", "--image-size", "12", "--batch-size", "9"])
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [record["way"] for record in records] == list(fewshot_images.WAYS)
+    assert [record["blocks"] is None for record in records] == [True, True, False, False]
+    assert records[2]["blocks"]["examples"] == 27

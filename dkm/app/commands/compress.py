@@ -70,6 +70,8 @@ def without_training(given: dict[str, Any]) -> dict[str, Any]:
     """The settings that `--no-training` makes of those that were given."""
     if given.get("epochs"):
         raise Problem(f"--no-training and --epochs {given['epochs']} contradict each other: leave one of them out")
+    if given.get("reconstruct"):
+        raise Problem("--no-training and --reconstruct contradict each other: give --epochs 0 --reconstruct N")
     return given | {"epochs": 0}
 
 

@@ -69,7 +69,7 @@ def asked(run: Run) -> str:
 def state(run: Run) -> str:
     """How far an unfinished run is, and that one was not trained."""
     if run.finished:
-        return "Clustered by k-means, not trained." if run.last_step == 0 else ""
+        return "Clustered by k-means, not trained." if run.last_step == 0 and not run.blocks else ""
     if run.last_step is None:
         return "Not trained yet."
     where = f"epoch {run.time(run.last_step):.1f}" if run.unit == "epoch" else f"step {run.last_step:,}"

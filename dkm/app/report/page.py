@@ -128,6 +128,8 @@ def _facts(run: Run) -> dict[str, str]:
         facts["seed"] = run.seed
     if run.last_step is not None:
         facts["optimizer steps"] = f"{run.last_step:,}"
+    if run.blocks:
+        facts["trained one by one before"] = f"{run.blocks:,} blocks"
     if run.seconds is not None:
         facts["time"] = duration_text(run.seconds)
     return facts

@@ -132,6 +132,7 @@ class Run:
     evaluations: list[Evaluation]
     layers: list[Layers]
     histograms: list[Histogram]
+    blocks: int  # that were trained one by one, before the first step
 
     @property
     def name(self) -> str:
@@ -171,8 +172,9 @@ class Run:
 
     @property
     def untrained(self) -> Number:
-        """What was measured of k-means alone, before any training step."""
-        return next((record.snapped for record in self.evaluations if record.step == 0), None)
+        """What was measured of k-means alone, before any training."""
+        first = (record for record in self.evaluations if record.step == 0 and not self.blocks)
+        return next((record.snapped for record in first), None)
 
     @property
     def dense_size(self) -> Number:
@@ -281,6 +283,7 @@ def read(path: str | os.PathLike) -> Run:
         evaluations=evaluations,
         layers=[_layers(cast(LayersRecord, record)) for record in log["layers"]],
         histograms=[h for record in log["histogram"] if (h := _histogram(cast(HistogramRecord, record)))],
+        blocks=len(log["block"]),
     )
 
 
@@ -339,7 +342,8 @@ def _log(path: Path) -> dict[str, list[dict[str, Any]]]:
         raise Problem(str(error)) from None
     except (OSError, RecursionError) as error:
         raise Problem(f"cannot read {path}: {reason_of(error)}") from None
-    kinds: dict[str, dict[tuple[int, str], dict[str, Any]]] = {k: {} for k in ("step", "eval", "layers", "histogram")}
+    names = ("step", "eval", "layers", "histogram", "block")
+    kinds: dict[str, dict[tuple[int, str], dict[str, Any]]] = {name: {} for name in names}
     for record in records:
         # A step that was repeated after a crash counts once, and the last time is the one that counts.
         kind, step = record.get("kind"), record.get("step")

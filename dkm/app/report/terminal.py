@@ -48,6 +48,7 @@ def _size(run: Run) -> str:
 def _training(run: Run) -> str:
     if run.last_step is None:
         return ""
-    more = [] if run.seconds is None else [f"in {duration_text(run.seconds)}"]
+    more = [f"{run.blocks} blocks before, one by one"] if run.blocks else []
+    more += [] if run.seconds is None else [f"in {duration_text(run.seconds)}"]
     more += [] if run.gap is None else [f"snapping changes weights by {percent_text(run.gap)}"]
     return _line(run, "trained", f"{run.last_step:,} steps", more)

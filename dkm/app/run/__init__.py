@@ -6,6 +6,7 @@
     stage          where to compute and on what: the device, the processes, the data
     bad_images     images that cannot be read
     order          which examples each step sees
+    reconstruction training block by block, before that of the whole model
     training       the training loop
     training_step  one step of the optimizer
     optimizer      the optimizer and its learning rate

@@ -32,6 +32,7 @@ from ..tasks import LanguageTask
 from .choosing import choose_plan
 from .evaluation import calibrate, evaluate
 from .listener import Listener
+from .reconstruction import Reconstruction
 from .sampling import write_texts
 from .stage import open_stage
 from .stopping import stop_requests
@@ -201,8 +202,12 @@ class _Run:
         if not own:
             next(stage.sample(stage.batch_size))
         if self.plan is not None:
+            taught_by = teacher(self.model) if settings.reconstruct else None
             with as_problems():
                 compress_(self.model, self.plan, method=settings.method, **clustering_options(settings, self.steps))
+            if taught_by is not None and not own:
+                blocks = Reconstruction(stage, self.model, taught_by, self.order, examples=stage.batch_size)
+                self.listener.reconstruction_begins(0, blocks.summary)
             self.listener.planned(self.plan, sum(self._sizes().values()))
         else:
             self.listener.note(f"the run begins by choosing the plan for {settings.target_size}")
@@ -253,7 +258,7 @@ class _Run:
         load(file, into=fresh)
         after = evaluate(self.stage, fresh.to(accelerator.device).eval())
         if self.is_main_process:
-            result = self._result(after, training.elapsed())
+            result = self._result(after, training)
             self.folder.write_result(result)
             report.write(self.folder.path)
             accelerator.log(tracked_result(result), step=self.steps)
@@ -272,7 +277,7 @@ class _Run:
                 raise self.folder.cannot_write(file, reason_of(error.__cause__)) from None
             raise
 
-    def _result(self, after: Score, seconds: float) -> Result:
+    def _result(self, after: Score, training: Training) -> Result:
         assert self.plan is not None  # since `start`
         sizes = array_sizes(self.folder.model.read_bytes())
         dense, file_bytes = 4 * self.plan.parameters, sum(sizes.values())
@@ -289,7 +294,7 @@ class _Run:
             bytes_file=file_bytes,
             file=sizes,
             ratio=dense / file_bytes,
-            seconds=seconds,
+            seconds=training.elapsed(),
             steps=self.steps,
             command=as_command(located(self.settings)),
             seed=self.settings.seed,
@@ -297,6 +302,8 @@ class _Run:
             finished=True,
             environment=_environment(self.stage.accelerator),
         )
+        if training.blocks is not None:
+            result["blocks"] = training.blocks.summary
         return cast(Result, {f"{name}_before": before.value, f"{name}_after": after.value, **result})
 
 

@@ -120,17 +120,19 @@ def recalibrate(stage: Stage, model: nn.Module) -> None:
     with parametrize.cached(), stage.accelerator.autocast():
         # The sample is augmented: on the very images that the model has learned by heart, its activations differ from
         # those on other images.
-        recalibrate_(model, stage.sample(stage.settings.recalibrate), forward=_forward(stage))
+        recalibrate_(model, stage.sample(stage.settings.recalibrate), forward=forward_of(stage))
 
 
 def calibrate(stage: Stage, model: nn.Module) -> None:
     """Show the method a few batches of training data, where it needs any."""
     if needs(model, "batches"):
         with stage.accelerator.autocast():
-            calibrate_(model, stage.sample(CALIBRATION), forward=_forward(stage))
+            calibrate_(model, stage.sample(CALIBRATION), forward=forward_of(stage))
 
 
-def _forward(stage: Stage) -> Callable[[nn.Module, Any], Any]:
+def forward_of(stage: Stage) -> Callable[[nn.Module, Any], Any]:
+    """What a model makes of a batch of the task; the labels stay out."""
+
     def forward(model: nn.Module, batch: Any) -> Any:
         args, kwargs, _ = stage.task.split(batch)
         return model(*args, **kwargs)

@@ -3,7 +3,7 @@
 from ...plans.bench import Progress
 from ...plans.rows import Plan
 from ..measures import Score
-from ..run_folder import EvalRecord, Result, StepRecord
+from ..run_folder import BlockRecord, Blocks, EvalRecord, Result, StepRecord
 from ..tasks import Task
 
 
@@ -30,6 +30,12 @@ class Listener:
 
     def planned(self, plan: Plan, file_bytes: int) -> None:
         """It is decided what becomes of each tensor, and how large the file will be."""
+
+    def reconstruction_begins(self, done: int, blocks: Blocks) -> None:
+        """The blocks of the model are going to be trained one by one; so many are, by a run that is resumed."""
+
+    def reconstructed(self, record: BlockRecord, done: int, count: int) -> None:
+        """A block is trained, and so many of all are."""
 
     def training_begins(self, done: int, steps: int, steps_per_epoch: int, lr: float) -> None:
         """The training starts or, with some steps done, goes on; `lr` is the highest learning rate."""

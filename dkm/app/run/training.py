@@ -16,6 +16,7 @@ from ..tasks.batches import batches
 from .evaluation import evaluate_clustered, histograms, read_train_time_weights, recalibrate
 from .listener import Listener
 from .order import Order
+from .reconstruction import Reconstruction
 from .stage import Stage
 from .stopping import Stopped, StopVote
 from .tracking import tracked
@@ -55,6 +56,9 @@ class Training:
         self.vote = StopVote(stage.accelerator, stage.stop_requested)
         self.log_every = max(1, min(50, steps // 200))
         self.watch_every = max(1, steps // 50)
+        wanted = teacher is not None and self.settings.reconstruct > 0
+        self.blocks = Reconstruction(stage, model, teacher, order) if wanted else None
+        self.blocks_done = 0
         self.done = 0
         self.evaluated_step = -1  # of the last evaluation
         self.lines = 0  # of the log
@@ -70,6 +74,8 @@ class Training:
         per_epoch = self.order.steps_per_epoch
         if self.accelerator.is_main_process:
             self.folder.keep_log_lines(self.lines)  # the others belong to steps that are done again
+        if self.blocks is not None:
+            self._reconstruct(self.blocks)
         self.listener.training_begins(self.done, self.steps, per_epoch, self.step.highest_lr)
         task = self.stage.task
         stream = batches(task, task.train, self.order.keys(self.done, self.steps), self.settings)
@@ -91,6 +97,19 @@ class Training:
                 # The first process writes the checkpoint, and a launcher ends all processes as soon as one has ended.
                 self.accelerator.wait_for_everyone()
                 raise Stopped
+
+    def _reconstruct(self, blocks: Reconstruction) -> None:
+        """Train the blocks that are not trained yet; a checkpoint follows each."""
+        self.listener.reconstruction_begins(self.blocks_done, blocks.summary)
+        if not self.blocks_done and not self.done:
+            self.save()  # to go on from, whenever the run is stopped
+        while self.blocks_done < blocks.summary["count"]:
+            record = blocks.train(self.blocks_done)
+            self.blocks_done += 1
+            self._log(record)
+            self.save()
+            self.listener.reconstructed(record, self.blocks_done, blocks.summary["count"])
+        blocks.free()
 
     def elapsed(self) -> float:
         """Seconds of work, those before the run was resumed included."""
@@ -114,7 +133,7 @@ class Training:
         began = time.perf_counter()
         self.listener.evaluation_begins()
         scores = evaluate_clustered(
-            self.stage, self.model, trained=self.done > 0, keep_statistics=self.done == self.steps
+            self.stage, self.model, trained=self.done + self.blocks_done > 0, keep_statistics=self.done == self.steps
         )
         self._log_layers()
         for record in histograms(self.model, self.done):
@@ -208,6 +227,7 @@ class Training:
             scaler=scaler.state_dict() if scaler is not None else None,
             codes=self.monitor.state_dict()["codes"],
             done=self.done,
+            blocks_done=self.blocks_done,
             evaluated=self.evaluated_step,
             lines=self.lines,
             before=self.before.value,
@@ -236,5 +256,6 @@ class Training:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.monitor.load_state_dict({"codes": state["codes"]})
         self.done, self.evaluated_step = state["done"], state["evaluated"]
+        self.blocks_done = state.get("blocks_done", 0)
         self.saved_step = self.done
         self.lines, self.seconds_before = state["lines"], state["seconds"]

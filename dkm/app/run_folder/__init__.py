@@ -7,6 +7,8 @@ of your own may write them as well, as examples/digits.py does, to get a report.
 from .folder import FILES, RunFolder, run_of
 from .schema import (
     Beginning,
+    BlockRecord,
+    Blocks,
     Checkpoint,
     EvalRecord,
     Figures,
@@ -28,6 +30,8 @@ from .schema import (
 __all__ = [
     "FILES",
     "Beginning",
+    "BlockRecord",
+    "Blocks",
     "Checkpoint",
     "EvalRecord",
     "Figures",

@@ -139,13 +139,35 @@ class HistogramRecord(TypedDict):
     centroids: list[float]  # always in the same order, so that each can be followed through time
 
 
-Record = StepRecord | EvalRecord | LayersRecord | HistogramRecord
+class BlockRecord(TypedDict):
+    """A block that was trained to follow the same block of the uncompressed model, before the first step."""
+
+    kind: Literal["block"]
+    step: int  # 0
+    name: str
+    modules: list[str]  # it, and what follows it in the block, such as a batch norm
+    tensors: list[str]  # the clustered ones that were trained
+    steps: int  # of the block's own optimizer
+    before: float  # the mean squared error of its snapped outputs over their variance
+    after: float
+
+
+Record = StepRecord | EvalRecord | LayersRecord | HistogramRecord | BlockRecord
 
 # --- bad-images.json -----------------------------------------------------------------------------
 
 LeftOut = dict[str, list[int]]  # "train" and "eval" -> the numbers of the images that are left out of them
 
 # --- result.json ---------------------------------------------------------------------------------
+
+
+class Blocks(TypedDict):
+    """How the model was trained block by block, before the training of the whole model."""
+
+    count: int
+    steps: int  # of each block's own optimizer
+    examples: int  # that each block was trained on, so often as --reconstruct says
+    left: list[str]  # clustered tensors that are in no block
 
 
 class Result(TypedDict):
@@ -168,7 +190,8 @@ class Result(TypedDict):
     file: NotRequired[dict[str, int]]  # the bytes of each array of the file, and of its `header`: together bytes_file
     ratio: float  # bytes_dense / bytes_file
     seconds: float  # of work, those before an interruption included
-    steps: int
+    steps: int  # with the whole model; those of single blocks are in `blocks`
+    blocks: NotRequired[Blocks]  # with --reconstruct
     command: str  # the command line that repeats the run
     seed: int
     date: NotRequired[str]  # when the file was written, in UTC: 2026-11-19T14:05:33Z
@@ -233,6 +256,7 @@ class Checkpoint(TypedDict):
     scaler: dict[str, Any] | None  # of float16 gradients
     codes: dict[str, Tensor]  # of the monitor's last record, from which it counts what has changed
     done: int  # optimizer steps
+    blocks_done: NotRequired[int]  # that were trained one by one
     evaluated: int  # the step of the last evaluation; -1 before the first
     lines: int  # of log.jsonl: the lines after these belong to steps that are done again
     before: float  # the accuracy, perplexity or correlation of the uncompressed model

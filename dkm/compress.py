@@ -18,6 +18,7 @@ from .modelling.first_centroids import first_centroids
 from .modelling.methods import named
 from .modelling.packed_tensor import refuse_packed
 from .modelling.parameters import Owned, parameters
+from .modelling.rehearsal import rehearse
 from .plans.plan import plan_of
 from .plans.rows import Plan
 
@@ -61,6 +62,7 @@ def compress_(model: nn.Module, plan: str | Plan, *, method: str = "dkm", **opti
     for (owned, _), clustered in zip(targets, made, strict=True):
         clustered.join(made[0])
         attach(owned, clustered)
+    rehearse((clustered, owned.tensor) for (owned, _), clustered in zip(targets, made, strict=True))
     return chosen
 
 

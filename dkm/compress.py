@@ -15,9 +15,11 @@ from .foundation.errors import MethodError
 from .modelling.attach import attach, check_layers, detach
 from .modelling.clustered import Clustered
 from .modelling.dtensors import is_sharded, reshard
+from .modelling.first_centroids import first_centroids
 from .modelling.methods import METHODS, named
 from .modelling.packed_tensor import refuse_packed
 from .modelling.parameters import Owned, parameters
+from .modelling.rehearsal import rehearse
 from .plans.plan import plan_of
 from .plans.rows import Plan
 
@@ -52,11 +54,16 @@ def compress_(model: nn.Module, plan: str | Plan, *, method: str = "dkm", **opti
     targets = _targets(walk, chosen)
     _check_method(kind, targets)
     # All of them first: an error leaves the model untouched.
+    first = first_centroids(kind, [(owned.tensor, spec) for owned, spec in targets], taken)
     calls = [partial(kind, owned.tensor, **spec.arguments, **taken) for owned, spec in targets]
-    made = at_once(calls) if kind.made_at_once else [call() for call in calls]
+    calls = [call if C is None else partial(call, first=C) for call, C in zip(calls, first, strict=True)]
+    # on a GPU, threads would wait for each other, and they would not work on the stream of this one
+    threads = kind.made_at_once and all(owned.tensor.device.type == "cpu" for owned, _ in targets)
+    made = at_once(calls) if threads else [call() for call in calls]
     for (owned, _), clustered in zip(targets, made, strict=True):
         clustered.join(made[0])
         attach(owned, clustered)
+    rehearse((clustered, owned.tensor) for (owned, _), clustered in zip(targets, made, strict=True))
     return chosen
 
 

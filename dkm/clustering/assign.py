@@ -8,6 +8,7 @@ from .kernels.native import nearest
 from .vectors import compute_dtype, in_memory
 
 CACHED = 1 << 16  # numbers that a CPU's cache holds, next to what else is in it
+ON_GPU = 1 << 25  # distances of groups that are in memory together: each block is a few launches
 
 
 def assign(W: Tensor, C: Tensor) -> Tensor:
@@ -62,8 +63,9 @@ def assign_groups(V: Tensor, C: Tensor) -> Tensor:
         first = torch.searchsorted(levels, levels).clamp(max=levels.shape[1] - 1)
         return order.gather(1, first.gather(1, torch.searchsorted(edges, V[:, :, 0].to(C.dtype).contiguous())))
     codes = torch.empty(V.shape[:2], dtype=torch.int64, device=V.device)
-    groups = max(1, BLOCK // (V.shape[1] * C.shape[1]))
-    vectors = max(1, BLOCK // C.shape[1])
+    block = ON_GPU if V.is_cuda else BLOCK
+    groups = max(1, block // (V.shape[1] * C.shape[1]))
+    vectors = max(1, block // C.shape[1])
     with torch.autocast(V.device.type, enabled=False):
         offsets = -C.square().sum(2)[:, None, :] / 2
         for at in _slices(len(V), groups):

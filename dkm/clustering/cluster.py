@@ -110,6 +110,14 @@ def advance(weight: Tensor, state: State, options: ClusterOptions) -> tuple[Tens
     return W_tilde, iterations
 
 
+def rehearse_advance(weight: Tensor, state: State, options: ClusterOptions) -> None:
+    """Both passes of `advance`, for a backend that only writes down how it is launched."""
+    W_tilde, tau, *trace = _Advance.forward(weight, state, options)
+    channels_last = _in_channels_last_order(weight, state.C.shape[1])
+    W, G = _flat(weight, channels_last), _flat(W_tilde, channels_last)
+    backward(G, W, tau, Trace(*trace), options, centroids=False)
+
+
 def forward(
     W: Tensor, C: Tensor, tau: Tensor, options: ClusterOptions, reduce: Reduce | None = None
 ) -> tuple[Tensor, Trace]:

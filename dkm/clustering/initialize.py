@@ -1,6 +1,7 @@
 """Where centroids start: k-means of the weights themselves, or the paper's random choice.
 
-Everything here runs on the CPU in a fixed order, so that equal weights give equal centroids on every rank.
+Everything in this file is computed on the CPU in a fixed order, so that equal weights give equal centroids on every
+rank.  k-means of weights that are on a GPU is in `initialize_many.py`.
 """
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .assign import assign
+from .initialize_many import by_batches, kmeans_of_weights
 from .options import INITS
 from .vectors import compute_dtype
 
@@ -23,8 +25,8 @@ def init_centroids(W: Tensor, k: int, *, init: str = "kmeans", seed: int = 0) ->
     init: "kmeans" is k-means: optimal on a histogram and then polished for d = 1, k-means++ and Lloyd
     steps for d > 1.  "random" is the paper's k randomly selected vectors.
 
-    Deterministic: the same W, k and seed give the same centroids.  The arithmetic is done on the CPU, so
-    that every rank and every kind of device agrees.  Where W has fewer than k distinct vectors, some
+    Deterministic: the same W, k and seed give the same centroids on one kind of device.  Two kinds draw and round
+    differently: their centroids are equally good, and not the same.  Where W has fewer than k distinct vectors, some
     centroids are equal.
     """
     if init not in INITS:
@@ -37,6 +39,8 @@ def init_centroids(W: Tensor, k: int, *, init: str = "kmeans", seed: int = 0) ->
         raise TypeError(f"W must be a floating-point tensor, got {W.dtype}")
     if not bool(W.detach().isfinite().all()):
         raise ValueError("W holds NaN or infinite values: there are no centroids of those")
+    if init == "kmeans" and by_batches(W.device):
+        return kmeans_of_weights([W.detach()], k, seed)[0]
     find = {"kmeans": kmeans, "random": random}[init]
     return find(W.detach(), k, seed).to(device=W.device, dtype=compute_dtype(W.dtype))
 

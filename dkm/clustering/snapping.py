@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .assign import assign, assign_groups
 from .groups import Grouping
-from .initialize_groups import init_group_centroids, nearest_of_group
+from .initialize_groups import init_group_centroids
+from .kmeans_many import nearest_of_group
 from .precision import PLAIN_EXPONENTS, exponent_of, stored_centroids
 from .spec import Spec
 from .vectors import compute_dtype, in_memory

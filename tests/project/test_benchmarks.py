@@ -1,13 +1,14 @@
 """`python -m benchmarks` runs and prints its tables.  What the numbers are is not tested: see the README."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from torch import nn
 
-from benchmarks import monitor
+from benchmarks import compilation, monitor
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "formats" / "golden" / "coded.dkm"
@@ -47,6 +48,23 @@ def test_tables_come_out(tmp_path):
     assert all(row["file"] > 0 and row["seconds"]["packed"] > 0 for row in numbers["packed"])
     assert numbers["coding"][-1]["name"] == "coded"
     assert all(row["bound"] <= row["coded"] <= row["packed"] for row in numbers["coding"])
+
+
+def test_kernels_are_listed(tmp_path):
+    """In a process of its own: kernels that were imported for Triton's interpreter cannot be compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = [sys.executable, "-m", "benchmarks.compilation", "--model", "small", "--plan", "all:3/1", "--list"]
+    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, *lines = done.stdout.splitlines()
+    assert first == "small, float32, all:3/1, sm_90: 2 kernels"
+    assert [line.split()[1] for line in lines[2:]] == ["forward", "backward"]
+
+
+def test_innermost_loops():
+    outer = ["@P1 BRA LBB0;", "BRA LBB2;", "LBB2:", "EXIT;"]
+    lines = ["LBB0:", "IADD R1, R1;", "LBB1:", "HMMA.16816 R2;", "@P0 BRA LBB1;", *outer]
+    assert compilation.innermost_loops(lines) == [["HMMA.16816 R2;", "@P0 BRA LBB1;"]]
 
 
 def test_the_monitor_is_measured():

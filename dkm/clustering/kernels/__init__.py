@@ -20,7 +20,7 @@ from typing import cast
 from torch import Tensor
 
 from ..backends import BACKENDS
-from .backend import Backend, GroupedBackend, StatefulBackend
+from .backend import Backend, CompiledBackend, GroupedBackend, StatefulBackend
 
 
 def choose(impl: str, W: Tensor, d: int) -> Backend:
@@ -42,6 +42,11 @@ def stateful(backend: Backend) -> StatefulBackend | None:
 def grouped(backend: Backend) -> GroupedBackend | None:
     """The backend, if it can cluster the groups of a weight in one go."""
     return cast(GroupedBackend, backend) if hasattr(backend, "fits_groups") else None
+
+
+def compiled(backend: Backend) -> CompiledBackend | None:
+    """The backend, if its kernels are compiled at their first launch."""
+    return cast(CompiledBackend, backend) if hasattr(backend, "rehearse") else None
 
 
 @functools.cache

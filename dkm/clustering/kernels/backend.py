@@ -148,3 +148,12 @@ class GroupedBackend(Backend, Protocol):
     ) -> Gradients:
         """As `backward`, group by group: dW `(N,)`, dC `(groups, k, d)` and dtau `(groups,)`."""
         ...
+
+
+class CompiledBackend(Backend, Protocol):
+    """A backend whose kernels are compiled when they are launched for the first time."""
+
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Call `step`, whose launches are only written down: its results are undefined, and nothing is changed.  When
+        the first of them is made in earnest, the kernels of all are compiled together."""
+        ...

@@ -2,9 +2,11 @@
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from ...clustering.cluster import Clustering, advance, can_advance, run
+from ...clustering import group_passes
+from ...clustering.cluster import Clustering, advance, backward, can_advance, forward, rehearse_advance, run
 from ...clustering.grouped import cluster_groups
 from ...clustering.kernels.backend import State
 from ...clustering.options import DKMOptions, StartOptions
@@ -45,15 +47,38 @@ class DKMClustered(Tempered):
 
     def soft(self, weight: Tensor) -> Tensor:
         """W~, with gradient; in one launch where there is a kernel for it."""
-        followed = law(self.options.tau if self.schedule is None else self.schedule, self.steps)
-        alone = self.shift or self.spec.scaled or self.spec.group is not None  # what the kernel does not know
-        if followed is None or alone or not can_advance(weight, self.C, self.options.impl):
+        state = self._state(weight)
+        if state is None:
             return super().soft(weight)
-        clock = self.clock.on(self.step.device)
-        state = State(self.C, self.start, self.seen, self.step, clock, self.unit, followed, in_backward())
         W_tilde, iterations = advance(weight, state, self.loop)
         self.__dict__["iterations"] = iterations  # nn.Module's own way of setting it would take longer
         return W_tilde
+
+    def _state(self, weight: Tensor) -> State | None:
+        """From where one launch goes on; None where there is no kernel for it."""
+        followed = law(self.options.tau if self.schedule is None else self.schedule, self.steps)
+        alone = self.shift or self.spec.scaled or self.spec.group is not None  # what the kernel does not know
+        if followed is None or alone or not can_advance(weight, self.C, self.options.impl):
+            return None
+        clock = self.clock.on(self.step.device)
+        return State(self.C, self.start, self.seen, self.step, clock, self.unit, followed, in_backward())
+
+    @torch.no_grad()
+    def rehearse(self, weight: Tensor) -> None:
+        """Both passes of `soft`, for a backend that only writes down how it is launched."""
+        if (state := self._state(weight)) is not None:
+            rehearse_advance(weight, state, self.loop)
+            return
+        W = self.scaled(weight).reshape(-1)
+        tau = torch.as_tensor(self.temperature(self.step), dtype=self.C.dtype, device=W.device)
+        learned = self.options.tau == "learn"
+        if self.spec.group is None:
+            W_tilde, trace = forward(W, self.C, tau, self.loop)
+            backward(W_tilde, W, tau, trace, self.loop, centroids=False, temperature=learned)
+        else:
+            tau = tau.expand(self.grouping.count).contiguous()
+            made = group_passes.forward(W, self.C, tau, self.grouping, self.loop)
+            group_passes.backward(made.W_tilde, W, tau, made.traces, self.grouping, self.loop, temperature=learned)
 
     def forward(self, weight: Tensor) -> Tensor:
         """What the module computes with: W~ in training, the snapped weight otherwise."""

@@ -129,3 +129,54 @@ def test_triton_returns_no_compiled_kernel(kernel, monkeypatch):
     for _ in range(2):
         run(X=torch.zeros(8), N=8, BLOCK=64, EXACT=True)
     assert by(kernel) == ["triton", "triton"]
+
+
+@pytest.fixture
+def together(monkeypatch) -> list[list[launch.Launch]]:
+    """What was compiled together."""
+    found: list[list[launch.Launch]] = []
+    monkeypatch.setattr(launch, "compile_together", found.append)
+    return found
+
+
+def test_launches_that_are_written_down(kernel):
+    """Nothing runs, and nothing of the tensors' memory is kept."""
+    X, quick_kernel = torch.zeros(8), launch._Quick(kernel)
+    with launch.written_down() as launches:
+        for N in (8, 8, 16):
+            quick_kernel[(3,)](X=X, N=N, BLOCK=64, EXACT=True)
+        quick_kernel[(3,)](X=torch.zeros(9)[1:], N=8, BLOCK=64, EXACT=True)  # not aligned: another compiled form
+    assert kernel.launches == []
+    first, second = launches.values()
+    assert (first.kernel, first.grid, first.device) == (kernel, (3,), X.device)
+    assert [first.arguments["N"], second.arguments["N"]] == [8, 16]
+    assert first.arguments["X"].dtype == torch.float32
+    assert not any(isinstance(argument, torch.Tensor) for argument in first.arguments.values())
+    quick_kernel[(3,)](X=X, N=8, BLOCK=64, EXACT=True)
+    assert by(kernel) == ["triton"]
+
+
+def test_kernels_are_compiled_together_when_one_is_needed(kernel, together):
+    X, quick_kernel = torch.zeros(8), launch._Quick(kernel)
+    with launch.written_down() as launches:
+        for N in (8, 16):
+            quick_kernel[(3,)](X=X, N=N, BLOCK=64, EXACT=True)
+    launch.expect(launches)
+    quick_kernel[(3,)](X=X, N=32, BLOCK=64, EXACT=True)
+    launch._Quick(kernel)[(3,)](X=X, N=8, BLOCK=64, EXACT=True)
+    assert together == []  # neither of these was expected
+    for N in (16, 8, 16):
+        quick_kernel[(3,)](X=X, N=N, BLOCK=64, EXACT=True)
+    assert together == [list(launches.values())]  # once
+    assert by(kernel) == ["triton"] * 4 + ["quick"]
+
+
+def test_an_expectation_takes_the_place_of_the_one_before(kernel, together):
+    X, quick_kernel = torch.zeros(8), launch._Quick(kernel)
+    for N in (8, 16):
+        with launch.written_down() as launches:
+            quick_kernel[(3,)](X=X, N=N, BLOCK=64, EXACT=True)
+        launch.expect(launches)
+    quick_kernel[(3,)](X=X, N=8, BLOCK=64, EXACT=True)
+    assert together == []
+    launch.expect({})

@@ -13,6 +13,7 @@ On the host:
     groups.py             groups of weights with centroids of their own: both passes
     support.py            what the kernels need: which GPU, which Triton, which weights
     launch.py             launches that take little time
+    ahead.py              kernels are compiled together, before they are launched
 
 Compiled by Triton, in `device/`: `forward.py` and `backward.py` hold the two kernels and their iterations, `steps.py`
 what both share, `moment.py` the checksum, the step and the temperature of a pass with a state, and `temperature.py` the
@@ -111,6 +112,8 @@ Numbers:
     share    1 / denominator, times `counts`; zero for vectors that do not exist
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -120,11 +123,22 @@ from . import support
 from .backward_pass import BackwardPass
 from .forward_pass import ForwardPass
 from .groups import backward_groups, fits_groups, forward_groups
+from .launch import expect, written_down
 from .temperature_pass import temperature_gradient
 from .tiles import by_value_table
 from .value_table import look_up, look_up_gradient, population
 
-__all__ = ["advance", "backward", "backward_groups", "can_advance", "fits", "fits_groups", "forward", "forward_groups"]
+__all__ = [
+    "advance",
+    "backward",
+    "backward_groups",
+    "can_advance",
+    "fits",
+    "fits_groups",
+    "forward",
+    "forward_groups",
+    "rehearse",
+]
 
 
 def fits(W: Tensor, d: int) -> bool:
@@ -186,6 +200,14 @@ def backward(
         dtau = temperature_gradient(G, W, tau, trace, trail_gradients, options)
         gradients = gradients._replace(dtau=dtau)
     return gradients
+
+
+def rehearse(step: Callable[[], None]) -> None:
+    """Let the kernels that `step` launches be compiled together when one of them is needed; see
+    `backend.CompiledBackend`."""
+    with written_down() as launches:
+        step()
+    expect(launches)
 
 
 def can_advance(W: Tensor, C: Tensor) -> bool:

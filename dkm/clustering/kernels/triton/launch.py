@@ -1,6 +1,8 @@
 """Launches that take little time in Python: a network has many layers, and each of them a launch or two per pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -8,6 +10,34 @@ import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime.jit import MockTensor
+
+from .ahead import Launch, compile_together
+
+Launches = dict[Hashable, Launch]  # of each kind, see `_Quick`, the first one
+_written: ContextVar[Launches | None] = ContextVar("_written", default=None)
+_expected: Launches = {}
+
+
+@contextmanager
+def written_down() -> Iterator[Launches]:
+    """Within this, this thread launches no kernels: how it would is written into the dictionary.
+
+    What a kernel would have computed is then whatever was in memory: nobody may look at it.
+    """
+    launches: Launches = {}
+    token = _written.set(launches)
+    try:
+        yield launches
+    finally:
+        _written.reset(token)
+
+
+def expect(launches: Launches) -> None:
+    """As soon as one of these launches is made, the kernels of all are compiled together.  Earlier ones are
+    forgotten."""
+    _expected.clear()
+    _expected.update(launches)
 
 
 class Kernel(Protocol):
@@ -64,10 +94,18 @@ class _Quick:
                 parts += argument, type(argument)  # 1 and True are equal, but not the same to a kernel
         kind = tuple(parts)
         aligned = addresses % 16 == 0  # all tensors are: compiled code may rely on it
+        if (written := _written.get()) is not None:
+            if aligned:  # others are rare
+                written[self, kind] = Launch(self.kernel, grid, device, _without_memory(arguments))
+            return
         with torch.cuda.device(device):
             if aligned and kind in self.compiled:
                 self.compiled[kind](*self.all_arguments(arguments))
                 return
+            if (self, kind) in _expected:
+                expected = list(_expected.values())
+                _expected.clear()
+                compile_together(expected)
             compiled = self.kernel[grid](**arguments)
         # Triton may return something else: where it compiles in the background, or where a hook keeps it from launching
         if aligned and isinstance(compiled, CompiledKernel):
@@ -81,6 +119,14 @@ class _Quick:
         )
         self.orders[names] = order
         return order
+
+
+def _without_memory(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as Triton compiles for them, without the memory that was allocated for the launch."""
+    return {
+        name: MockTensor(argument.dtype) if isinstance(argument, Tensor) else argument
+        for name, argument in arguments.items()
+    }
 
 
 def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple]:

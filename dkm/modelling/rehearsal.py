@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from ..clustering import kernels
@@ -29,9 +28,9 @@ def rehearse(weights: Iterable[tuple[Clustered, Tensor]]) -> None:
 
     try:
         compiled[0][0].rehearse(step)
-    except torch.OutOfMemoryError as error:
+    except Exception as error:  # too little memory, for example: a training needs no rehearsal
         warnings.warn(
-            f"too little memory to prepare a training step, so kernels are compiled one by one: {error}",
+            f"a training step could not be prepared, so its kernels are compiled one by one: {error}",
             RuntimeWarning,
             stacklevel=3,
         )

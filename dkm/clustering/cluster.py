@@ -65,6 +65,7 @@ def cluster(W: Tensor, C: Tensor, *, tau: float | Tensor, **options: Any) -> Clu
     chosen = ClusterOptions(**options)
     check_tau(tau)
     check_tensors(W, C)
+    _foresee(W, C, tau, chosen)
     return run(W, C, tau, chosen)
 
 
@@ -116,6 +117,32 @@ def rehearse_advance(weight: Tensor, state: State, options: ClusterOptions) -> N
     channels_last = _in_channels_last_order(weight, state.C.shape[1])
     W, G = _flat(weight, channels_last), _flat(W_tilde, channels_last)
     backward(G, W, tau, Trace(*trace), options, centroids=False)
+
+
+def rehearse(W: Tensor, C: Tensor, tau: Tensor, options: ClusterOptions, *, centroids: bool, temperature: bool) -> None:
+    """The same of `run`."""
+    W_tilde, trace = forward(W, C, tau, options)
+    backward(W_tilde, W, tau, trace, options, centroids=centroids, temperature=temperature)
+
+
+_foreseen: set[tuple[Any, ...]] = set()
+
+
+def _foresee(W: Tensor, C: Tensor, tau: float | Tensor, options: ClusterOptions) -> None:
+    """Let the kernels of both passes be compiled together, the first time that there is a weight of this kind."""
+    learned = isinstance(tau, Tensor) and tau.requires_grad
+    differentiable = torch.is_grad_enabled() and (W.requires_grad or C.requires_grad or learned)
+    transformed = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    kind = (W.dtype, W.device, C.shape, C.requires_grad, learned, options)
+    if not differentiable or transformed or options.impl == "reference" or kind in _foreseen:
+        return
+    _foreseen.add(kind)
+    backend = kernels.compiled(kernels.choose(options.impl, W, C.shape[1]))
+    if backend is not None:
+        centroids = C.requires_grad and options.gradient == "unrolled"
+        heat = torch.ones((), dtype=compute_dtype(W.dtype), device=W.device)
+        W, C = W.detach().reshape(-1), C.detach()
+        backend.rehearse(lambda: rehearse(W, C, heat, options, centroids=centroids, temperature=learned))
 
 
 def forward(

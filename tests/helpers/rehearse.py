@@ -28,12 +28,24 @@ def check(plan: str, dtype: str, options: dict[str, Any]) -> None:
     model, x = network()
     model, x = model.to(getattr(torch, dtype)), x.to(getattr(torch, dtype))
     dkm.compress_(model, plan, steps=10, init="random", impl="triton", **options)
-    expected = set(launch._expected)
+    expected = set(launch._expected.pop())
     with launch.written_down() as launches:
         model(x).sum().backward()
     made = set(launches)
     assert expected == made, f"{plan}: {len(expected)} expected, {len(made)} made, {len(expected & made)} both"
     print(*sorted({each.kernel.__name__ for each in launches.values()}))
+
+
+def check_cluster(**differentiable: bool) -> None:
+    """The same of `dkm.cluster`: by the kernels, as the temperature is a tensor of its own."""
+    W, C, tau = torch.randn(4096), torch.randn(16, 1), torch.ones(())
+    for name, tensor in dict(W=W, C=C, tau=tau).items():
+        tensor.requires_grad_(differentiable.get(name, False))
+    with launch.written_down() as launches:
+        dkm.cluster(W, C, tau=tau, impl="triton").W_tilde.sum().backward()
+        assert set(launch._expected.pop()) == set(launches)
+        dkm.cluster(W, C, tau=tau, impl="triton")
+        assert not launch._expected  # it is known now
 
 
 def step() -> list[torch.Tensor]:
@@ -51,6 +63,8 @@ if __name__ == "__main__":
     with stand_in() as launched:
         for case in sys.argv[1:]:
             check(*json.loads(case))
+        check_cluster(W=True)
+        check_cluster(C=True, tau=True)
         assert launched == []
         step()
         print(*launched)

@@ -91,3 +91,13 @@ def test_no_kernels_no_rehearsal():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dkm.compress_(nn.Linear(128, 128), "all:2/2", steps=5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+def test_nothing_runs_in_the_interpreter():
+    """It could not write launches down: it would make the step."""
+    model = nn.Sequential(nn.Linear(128, 128))
+    dkm.compress_(model, "all:2/2", steps=5, impl="triton")
+    clustered = model[0].parametrizations.weight[0]
+    assert (int(clustered.step), int(clustered.clock.on(clustered.step.device))) == (0, 0)
+    assert torch.equal(clustered.C, clustered.start)

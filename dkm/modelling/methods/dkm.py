@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...clustering import group_passes
-from ...clustering.cluster import Clustering, advance, backward, can_advance, forward, rehearse_advance, run
+from ...clustering.cluster import Clustering, advance, can_advance, rehearse, rehearse_advance, run
 from ...clustering.grouped import cluster_groups
 from ...clustering.kernels.backend import State
 from ...clustering.options import DKMOptions, StartOptions
@@ -73,8 +73,7 @@ class DKMClustered(Tempered):
         tau = torch.as_tensor(self.temperature(self.step), dtype=self.C.dtype, device=W.device)
         learned = self.options.tau == "learn"
         if self.spec.group is None:
-            W_tilde, trace = forward(W, self.C, tau, self.loop)
-            backward(W_tilde, W, tau, trace, self.loop, centroids=False, temperature=learned)
+            rehearse(W, self.C, tau, self.loop, centroids=False, temperature=learned)
         else:
             tau = tau.expand(self.grouping.count).contiguous()
             made = group_passes.forward(W, self.C, tau, self.grouping, self.loop)

@@ -1,5 +1,6 @@
 """Launches, with a kernel that writes down how it was launched: through Triton, or directly."""
 
+from collections import deque
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -135,6 +136,7 @@ def test_triton_returns_no_compiled_kernel(kernel, monkeypatch):
 def together(monkeypatch) -> list[list[launch.Launch]]:
     """What was compiled together."""
     found: list[list[launch.Launch]] = []
+    monkeypatch.setattr(launch, "_expected", deque())
     monkeypatch.setattr(launch, "compile_together", found.append)
     return found
 
@@ -171,12 +173,16 @@ def test_kernels_are_compiled_together_when_one_is_needed(kernel, together):
     assert by(kernel) == ["triton"] * 4 + ["quick"]
 
 
-def test_an_expectation_takes_the_place_of_the_one_before(kernel, together):
-    X, quick_kernel = torch.zeros(8), launch._Quick(kernel)
-    for N in (8, 16):
+def test_only_what_belongs_to_it_is_compiled(kernel, together, monkeypatch):
+    """Of two models, the one that trains; and of many that never train, only the last few are remembered."""
+    monkeypatch.setattr(launch, "_expected", deque(maxlen=2))
+    X, quick_kernel, expected = torch.zeros(8), launch._Quick(kernel), []
+    for N in (8, 16, 32):
         with launch.written_down() as launches:
             quick_kernel[(3,)](X=X, N=N, BLOCK=64, EXACT=True)
         launch.expect(launches)
-    quick_kernel[(3,)](X=X, N=8, BLOCK=64, EXACT=True)
-    assert together == []
-    launch.expect({})
+        expected.append(list(launches.values()))
+    launch.expect({})  # of a model that has no kernels
+    for N in (8, 32):
+        quick_kernel[(3,)](X=X, N=N, BLOCK=64, EXACT=True)
+    assert together == [expected[2]]

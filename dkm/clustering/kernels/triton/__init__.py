@@ -125,7 +125,7 @@ from .forward_pass import ForwardPass
 from .groups import backward_groups, fits_groups, forward_groups
 from .launch import expect, written_down
 from .temperature_pass import temperature_gradient
-from .tiles import by_value_table
+from .tiles import INTERPRETED, by_value_table
 from .value_table import look_up, look_up_gradient, population
 
 __all__ = [
@@ -205,6 +205,8 @@ def backward(
 def rehearse(step: Callable[[], None]) -> None:
     """Let the kernels that `step` launches be compiled together when one of them is needed; see
     `backend.CompiledBackend`."""
+    if INTERPRETED:  # nothing is compiled, and launches cannot be written down
+        return
     with written_down() as launches:
         step()
     expect(launches)

@@ -1,5 +1,6 @@
 """Launches that take little time in Python: a network has many layers, and each of them a launch or two per pass."""
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +17,7 @@ from .ahead import Launch, compile_together
 
 Launches = dict[Hashable, Launch]  # of each kind, see `_Quick`, the first one
 _written: ContextVar[Launches | None] = ContextVar("_written", default=None)
-_expected: Launches = {}
+_expected: deque[Launches] = deque(maxlen=8)
 
 
 @contextmanager
@@ -34,10 +35,12 @@ def written_down() -> Iterator[Launches]:
 
 
 def expect(launches: Launches) -> None:
-    """As soon as one of these launches is made, the kernels of all are compiled together.  Earlier ones are
-    forgotten."""
-    _expected.clear()
-    _expected.update(launches)
+    """As soon as one of these launches is made, the kernels of all are compiled together.
+
+    What is expected again and again and never made, as for a model that is thrown away, is forgotten at some time.
+    """
+    if launches:
+        _expected.append(launches)
 
 
 class Kernel(Protocol):
@@ -102,10 +105,10 @@ class _Quick:
             if aligned and kind in self.compiled:
                 self.compiled[kind](*self.all_arguments(arguments))
                 return
-            if (self, kind) in _expected:
-                expected = list(_expected.values())
-                _expected.clear()
-                compile_together(expected)
+            for launches in list(_expected):
+                if (self, kind) in launches:
+                    _expected.remove(launches)
+                    compile_together(list(launches.values()))
             compiled = self.kernel[grid](**arguments)
         # Triton may return something else: where it compiles in the background, or where a hook keeps it from launching
         if aligned and isinstance(compiled, CompiledKernel):

@@ -322,7 +322,7 @@ def backward_kernel(
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["K", "K_PADDED", "source", "slot"])
 def fixed_point_kernel(
     trail, workspace, iterations, trail_gradients, H_slots, K, K_PADDED, no_mass, source, slot,
     PRODUCTS: tl.constexpr, D: tl.constexpr, D_SEGMENT: tl.constexpr, ROW_WIDTH: tl.constexpr, GROUP_K: tl.constexpr,

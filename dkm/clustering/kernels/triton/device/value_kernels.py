@@ -41,7 +41,7 @@ def _factor(largest, N):
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["COPIES"])
 def add_up_kernel(
     W, G, largest, largest_gradient, counts, sums, N, COPIES, GRADIENTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -76,7 +76,7 @@ def add_up_kernel(
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["COPIES"])
 def gather_kernel(
     all_values, values, largest, largest_gradient, counts, sums, gradients, N, COPIES, GRADIENTS: tl.constexpr,
     BLOCK_N: tl.constexpr,

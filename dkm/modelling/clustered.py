@@ -31,6 +31,7 @@ from ..clustering.precision import (
 from ..clustering.snapping import coded_values, nearest_codes, row_scales, surely_finite
 from ..clustering.spec import Spec
 from ..clustering.vectors import to_vectors
+from ..foundation.errors import MethodError
 from .checksum import checksum
 from .clock import Clock, in_backward
 from .dtensors import is_sharded, whole
@@ -124,7 +125,7 @@ class Clustered(Needs, ABC):
                 f"{self.spec.label} has far more centroids than {weight.numel()} weights have values: {advice}"
             )
         if cannot := self.cannot(self.spec):
-            raise ValueError(f'method="{self.method}" {cannot}, got {self.spec.label}')
+            raise MethodError(f'method="{self.method}" {cannot}, got {self.spec.label}')
         self.bits, self.dim, self.shape = bits, dim, weight.shape
         self.grouping = self.spec.grouping(weight.shape)
         exponent = exponent_of(weight)

@@ -13,7 +13,7 @@ def test_every_error_has_the_one_base():
     assert all(issubclass(kind, dkm.DKMError) for kind in kinds)
 
 
-@pytest.mark.parametrize("kind", [dkm.PlanError, dkm.FileError])
+@pytest.mark.parametrize("kind", [dkm.PlanError, dkm.FileError, dkm.MethodError])
 def test_they_are_value_errors_too(kind: type[Exception]):
     """So that code that catches ValueError catches them."""
     assert issubclass(kind, ValueError)

@@ -80,7 +80,9 @@ def test_more_bits_name_all_tensors_that_have_them():
     model = nn.Sequential(nn.Linear(120, 120), nn.Linear(120, 90), nn.Linear(5, 5), nn.Linear(5, 4))
     with pytest.raises(ValueError, match=r'"bwn" has 1 bit per weight at most.*2.weight:8/1; the same.* 3.weight$'):
         dkm.compress_(model, "all:1", method="bwn")
-    with pytest.raises(ValueError, match=r'"bwn" clusters single weights: give dim 1, as in 1/1, got 0.weight:4/4'):
+    with pytest.raises(
+        dkm.MethodError, match=r'"bwn" clusters single weights: give dim 1, as in 1/1, got 0.weight:4/4'
+    ):
         dkm.compress_(model, "0:4/4", method="bwn")
     with pytest.raises(ValueError, match='"bwn" has 1 bit'):
         dkm.cluster_weight(model[0], bits=2, method="bwn")

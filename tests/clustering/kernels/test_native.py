@@ -4,6 +4,7 @@ That they are exact is tested with the other backends, in test_cluster.py and be
 """
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -111,6 +112,7 @@ def test_after_a_fork(threads):
     cluster(W, C, tau=1e-3, impl="native")
     child = os.fork()
     if child == 0:
+        signal.alarm(60)  # instead of waiting for ever
         W_tilde = cluster(W, C, tau=1e-3, impl="native").W_tilde
         os._exit(0 if bool(W_tilde.isfinite().all()) else 1)
     assert os.waitpid(child, 0)[1] == 0

@@ -56,7 +56,7 @@ def compress_(model: nn.Module, plan: str | Plan, *, method: str = "dkm", **opti
     # All of them first: an error leaves the model untouched.
     first = first_centroids(kind, [(owned.tensor, spec) for owned, spec in targets], taken)
     calls = [partial(kind, owned.tensor, **spec.arguments, **taken) for owned, spec in targets]
-    calls = [call if C is None else partial(call, first=C) for call, C in zip(calls, first, strict=True)]
+    calls = [call if C is None else partial(call, start_from=C) for call, C in zip(calls, first, strict=True)]
     # on a GPU, threads would wait for each other, and they would not work on the stream of this one
     threads = kind.made_at_once and all(owned.tensor.device.type == "cpu" for owned, _ in targets)
     made = at_once(calls) if threads else [call() for call in calls]

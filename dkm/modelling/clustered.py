@@ -110,7 +110,7 @@ class Clustered(Needs, ABC):
         scaled: bool = False,
         group: Group | None = None,
         float8: bool = False,
-        first: Tensor | None = None,
+        start_from: Tensor | None = None,  # the first centroids, where they are known already
         **options: Any,
     ):
         super().__init__()
@@ -132,7 +132,7 @@ class Clustered(Needs, ABC):
         self.register_buffer("exponent", torch.tensor(exponent, dtype=torch.int32, device=weight.device))
         self.adapt_to_scale(exponent)
         self.register_buffer("scales", row_scales(weight * 2.0**-self.shift) if scaled else None)
-        C, unit = self.first_clustering(self.scaled(weight.detach()), first)
+        C, unit = self.first_clustering(self.scaled(weight.detach()), start_from)
         self.register_buffer("C", C)
         self.register_buffer("start", C.clone())
         self.register_buffer("seen", checksum(weight))
@@ -224,14 +224,14 @@ class Clustered(Needs, ABC):
         assert isinstance(self.options, StartOptions)
         return dict(init=self.options.init, seed=self.options.seed)
 
-    def first_clustering(self, weight: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    def first_clustering(self, weight: Tensor, start_from: Tensor | None) -> tuple[Tensor, Tensor]:
         """Where the centroids start, and the squared error per weight, of the scaled weight; for each group.
 
-        Where the centroids are known already, they are `first`; see `first_centroids.py`.
+        Where the centroids are known already, they are `start_from`; see `first_centroids.py`.
         """
         if self.spec.group is None:
             W = to_vectors(weight, self.dim)
-            C = self.initial_centroids(W) if first is None else first
+            C = self.initial_centroids(W) if start_from is None else start_from
             return C, squared_error(W, C)
         C = init_group_centroids(weight, 2**self.bits, self.grouping, **self.from_options())
         return C, squared_errors(weight, C, self.grouping)

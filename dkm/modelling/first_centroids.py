@@ -18,7 +18,7 @@ from .clustered import Clustered
 def first_centroids(
     kind: type[Clustered], weights: Sequence[tuple[Tensor, Spec]], options: dict[str, Any]
 ) -> list[Tensor | None]:
-    """`(k, d)` for each weight, which its constructor takes as `first`; None where it is to find them by itself.
+    """`(k, d)` for each weight, which its constructor takes as `start_from`; None where it is to find them by itself.
 
     It is on a CPU, where each weight takes a thread, and where centroids are not those of k-means of the weight itself:
     of groups, of rows with scales, of weights of an extreme scale, or as the method decides.

@@ -51,7 +51,7 @@ def test_a_checkpoint_comes_back(folder: RunFolder):
     tensors = {"w": torch.arange(3.0)}
     state = Checkpoint(
         model=tensors, optimizer={"state": {}}, scaler=None, codes={"w": torch.zeros(2, dtype=torch.uint8)}, done=3,
-        evaluated=-1, lines=5, before=50.0, seconds=1.5, steps=7, world=1,
+        blocks_done=2, evaluated=-1, lines=5, before=50.0, seconds=1.5, steps=7, world=1,
         score_before=Score(50.0, 0.7, 10, None, {})._asdict(),
     )  # fmt: skip
     folder.write_checkpoint(state)

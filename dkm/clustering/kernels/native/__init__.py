@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...options import ClusterOptions
 from ...threads import spread
-from ...vectors import compute_dtype
+from ...vectors import compute_dtype, in_memory
 from .. import blocked, loop
 from ..backend import Gradients, Reduce, Trace
 from ..blocked_groups import fits_groups as fits_groups  # a part of this backend
@@ -37,7 +37,7 @@ CONVERTED = 1 << 18  # weights of 16 bit that are converted at a time
 
 def fits(W: Tensor, d: int) -> bool:
     """Whether there is a compiler, and the weight lies in the CPU's memory."""
-    return W.device.type == "cpu" and passes(compute_dtype(W.dtype), d) is not None
+    return in_memory(W) and passes(compute_dtype(W.dtype), d) is not None
 
 
 def forward(

@@ -26,7 +26,7 @@ from .. import blocked, loop
 from ..backend import Gradients, Reduce, Trace
 from ..blocked_groups import fits_groups as fits_groups  # a part of this backend
 from ..reference import no_mass
-from .compiling import CompileError, passes, pointer, weight_type
+from .compiling import passes, pointer, required, weight_type
 from .groups import backward_groups as backward_groups
 from .groups import forward_groups as forward_groups
 
@@ -76,11 +76,7 @@ class _Weight:
     def __init__(self, W: Tensor, shape: torch.Size, tau: float):
         self.W, self.tau, self.dtype = W.contiguous(), tau, compute_dtype(W.dtype)
         self.k, self.d = shape
-        self.library, self.facts = passes(self.dtype, self.d), weight_type(self.dtype)
-        if self.library is None:
-            raise CompileError(
-                'impl="native" needs a C compiler (cc, gcc or clang), and DKM_COMPILE not to be 0: use impl="auto"'
-            )
+        self.library, self.facts = required(self.dtype, self.d), weight_type(self.dtype)
         self.chunk = max(CHUNK, PER_CENTROID * self.k)
         self.chunks = -(-W.numel() // (self.chunk * self.d))
         self.factors = (1 / (tau * math.log(2)), math.log2(no_mass(self.dtype)), 2 / tau)

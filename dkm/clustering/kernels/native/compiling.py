@@ -66,6 +66,16 @@ def passes(dtype: torch.dtype, d: int, source: str = "passes.c") -> ctypes.CDLL 
     return library(source, f"REAL={'float' if single else 'double'}", f"SINGLE={int(single)}", *dimension)
 
 
+def required(dtype: torch.dtype, d: int, source: str = "passes.c") -> ctypes.CDLL:
+    """`passes`, or an error where there is no library."""
+    found = passes(dtype, d, source)
+    if found is None:
+        raise CompileError(
+            'impl="native" needs a C compiler (cc, gcc or clang), and DKM_COMPILE other than 0; or use impl="auto"'
+        )
+    return found
+
+
 @functools.cache
 def library(source: str, *defines: str) -> ctypes.CDLL | None:
     """A C file of this folder, compiled with these macros.

@@ -14,7 +14,7 @@ from ...vectors import compute_dtype
 from .. import blocked_groups
 from ..backend import Gradients, GroupTrace
 from ..reference import no_mass
-from .compiling import CompileError, passes, pointer, weight_type
+from .compiling import pointer, required, weight_type
 
 PIECE = 1 << 15  # weights, about, that a thread takes at a time
 
@@ -96,9 +96,7 @@ def _each(
 
     That one gets the name, the groups' vectors `(g, n, d)`, and the arguments of the function after the groups.
     """
-    library, kind = passes(dtype, grouping.dim, "groups.c"), weight_type(dtype)
-    if library is None:
-        raise CompileError('impl="native" needs a C compiler (cc, gcc or clang): use impl="auto"')
+    library, kind = required(dtype, grouping.dim, "groups.c"), weight_type(dtype)
     tau = tau.to(dtype).contiguous()
     counts = None if grouping.all_count else grouping.counted(V.device).to(torch.uint8).contiguous()
     values = grouping.vectors * grouping.dim

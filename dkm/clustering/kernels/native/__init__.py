@@ -125,10 +125,12 @@ class _Passes(_Weight):
     """The forward passes, see `loop.Passes`."""
 
     W_tilde: Tensor | None = None
+    first = True
 
     def sums(self, C: Tensor, last: bool) -> Tensor:
         # Late in a training the first iteration is the only one, and W_tilde is cheap beside the sums.
-        self.W_tilde = torch.empty_like(self.W) if last or self.W_tilde is None else None
+        self.W_tilde = torch.empty_like(self.W) if self.first or last else None
+        self.first = False
         sums = self.new_sums(self.k, self.d + 1)
         self.run("dkm_sums", C, writes=self.W_tilde, sums=[sums])
         total = sums.sum(0)
